@@ -21,7 +21,7 @@ from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.extras.example_privacy.steps import train_privately
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.local_steps import plan_steps, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 
 METHODS = ("ravan", "fedit", "ffa-lora")
@@ -56,8 +56,8 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     loaded = ModelAndData(config)
     examples = loaded.partition(0, 2).train.select(np.arange(EXAMPLES))
     state, work = loaded.model.initial_state(), ClientRound(0, 1, 0)
-    local_steps, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
-    one_by_one = steps_of(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
+    local_steps, noise = plan_steps(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
+    one_by_one = plan_steps(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
 
     def plain() -> object:
         return train_locally(loaded.model, loaded.task, examples, state, 1.0, local_steps, work)

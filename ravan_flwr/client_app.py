@@ -61,9 +61,9 @@ def _dispatch(message_type: str, content: RecordDict, context: Context, node: No
         reply: RecordDict = load(ANSWER_PHASE)(message_type, content, context, node)
         return reply
     if node.warm_worker:
-        from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
+        from ravan_flwr.client import warm_worker  # noqa: PLC0415 (POSIX alone has what it needs)
 
-        return worker.ask(message_type, content, context)
+        return warm_worker.ask(message_type, content, context)
     use_cache(node.cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415

@@ -64,7 +64,7 @@ def join_list(value: Any) -> Any:
     return ",".join(value) if is_list else value
 
 
-def targets_of(text: str) -> tuple[str, ...]:
+def read_targets(text: str) -> tuple[str, ...]:
     """Return the suffixes of layers' names in a text with commas."""
     suffixes = tuple(suffix.strip() for suffix in text.split(","))
     if not all(suffixes):

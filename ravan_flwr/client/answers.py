@@ -14,9 +14,10 @@ from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.client.client_request import ClientRequest, store_personal
 from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.messages.changes import take_change
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
+from ravan_flwr.messages.sparsity import WHOLE, sparsify
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.optional import ANSWERS, CHECK_KEYS, CHECK_PRIVATE, TRAIN_PRIVATE, TRAINED, load
 from ravan_flwr.training.local_steps import (
@@ -140,7 +141,7 @@ def make_reply(client: ClientRequest, result: LocalResult) -> RecordDict:
     sparse = result.upload
     if client.sparsity != WHOLE:  # upload the largest changes, not the trained values
         method = client.loaded.model.method.in_round(client.round)
-        change = change_of(method, result.upload, client.broadcast)
+        change = take_change(method, result.upload, client.broadcast)
         sparse = sparsify(change, client.sparsity[1], change.keys())
     upload = encode(sparse, client.wire, client.client_round.generator("wire up"))
     values = client.upload_metrics

@@ -26,7 +26,7 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_fraction
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.local_steps import steps_of
+from ravan_flwr.training.local_steps import plan_steps
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
 from ravan_flwr.training.step import LocalSteps
 from ravan_flwr.training.together import ClientWork
@@ -117,7 +117,7 @@ class ClientRequest:
 
     @property
     def steps(self) -> LocalSteps:
-        return steps_of(self.config, self.round, len(self.examples.train))
+        return plan_steps(self.config, self.round, len(self.examples.train))
 
     @property
     def round(self) -> int:

@@ -332,7 +332,7 @@ class Config:
         """Return the first word of `partition`."""
         return self.partition.partition(":")[0]
 
-    def steps_of(self, examples: int) -> int:
+    def count_steps(self, examples: int) -> int:
         """Return the optimiser steps per round of a client with this number of examples.
 
         A short last batch of a pass is also a step. A fraction of a pass is rounded up to whole
@@ -370,7 +370,7 @@ def kebab(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def keys_of(fields: type[Any]) -> dict[str, Key]:
+def read_keys(fields: type[Any]) -> dict[str, Key]:
     """Return the keys that a dataclass declares, each with the type of its field."""
     return {
         field.name.replace("_", "-"): dataclasses.replace(
@@ -387,7 +387,7 @@ def _value_type(annotation: Any) -> Any:
     return value_type if value_type in (bool, int, float) else str
 
 
-_FIELDS = keys_of(Config)
+_FIELDS = read_keys(Config)
 # The server operator's limits: parts of one key.
 LIMITS = {name: spec for name, spec in _FIELDS.items() if spec.is_limit}
 _LIMITS_KEY = Key(

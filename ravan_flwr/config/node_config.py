@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ravan_flwr.config.key import AUTO, Key
-from ravan_flwr.config.keys import KEYS, keys_of
+from ravan_flwr.config.keys import KEYS, read_keys
 from ravan_flwr.specs import RESULT_FOLDERS, Scalar
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Node:
 # fmt: on
 
 
-NODE_KEYS = keys_of(Node)
+NODE_KEYS = read_keys(Node)
 _MIN_PREFIX = 6  # letters; a name at least this long that begins a key counts as the key cut short
 
 

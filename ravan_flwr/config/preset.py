@@ -16,7 +16,7 @@ from ravan_flwr.config.keys import KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, join_list, targets_of
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, join_list, read_targets
 from ravan_flwr.tasks import TASKS, TaskInfo
 
 RATES_BY = ("lora-rank", "partition", "classifier")  # keys of learning rates
@@ -84,7 +84,7 @@ class Preset:
         """Return the file's name without its ending."""
         return self.path.stem
 
-    def data_of(self, glue_task: str) -> DataSpec:
+    def choose_data(self, glue_task: str) -> DataSpec:
         """Return the data, or those of a GLUE task where the preset has several."""
         if glue_task == AUTO:
             return self.data
@@ -181,5 +181,5 @@ def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:
         resolve_name(model.name, folder),
         model.revision,
         tuple(shape.items()),
-        targets_of(model.targets) if model.targets else (),
+        read_targets(model.targets) if model.targets else (),
     )

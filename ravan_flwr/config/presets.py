@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ravan_flwr.config.key import AUTO, did_you_mean
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, read_targets
 
 if TYPE_CHECKING:
     from ravan_flwr.config.preset import Preset
@@ -170,7 +170,7 @@ def chosen_model(
     if name != AUTO:
         spec = (models or {}).get(name) or ModelSpec("hub", *parse_location("model", name))
     if targets != AUTO:
-        spec = dataclasses.replace(spec, targets=targets_of(targets))
+        spec = dataclasses.replace(spec, targets=read_targets(targets))
     return spec
 
 

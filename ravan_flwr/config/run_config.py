@@ -55,7 +55,7 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     _check_task(values, preset)
     if values["secure-aggregation"]:  # a sum of fewer clients is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
-    data, steps = preset.data_of(str(values["glue-task"])), values["local-steps"]
+    data, steps = preset.choose_data(str(values["glue-task"])), values["local-steps"]
     epochs = KEYS["local-steps"].parse("local-steps", steps) if isinstance(steps, str) else {}
     resolved: dict[str, Any] = values | {
         "preset": preset.name,

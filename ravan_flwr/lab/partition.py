@@ -76,7 +76,8 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     classes = _class_column(config, train, column)
     report = count_examples(train, parts, classes, config.data.labels, column if natural else "")
     sizes = [size - validation_size(config, size) for size in report.sizes.tolist()]
-    return Assignment(config, report, classes, np.array([config.steps_of(size) for size in sizes]))
+    steps = np.array([config.count_steps(size) for size in sizes])
+    return Assignment(config, report, classes, steps)
 
 
 def _class_column(config: Config, train: datasets.Dataset, column: str) -> str:

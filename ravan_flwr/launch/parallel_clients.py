@@ -20,7 +20,7 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import step_operations
 from ravan_flwr.training.device import most_workers
-from ravan_flwr.training.local_steps import steps_of
+from ravan_flwr.training.local_steps import plan_steps
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.together import reason_for_one_by_one
 
@@ -93,7 +93,7 @@ def clients_per_pass(config: Config, num_clients: int) -> int:
     number = min(number, asked)
     if number <= 1:
         return 1
-    steps = steps_of(config, 1, config.batch_size)
+    steps = plan_steps(config, 1, config.batch_size)
     reason = reason_for_one_by_one(loaded.model, loaded.task, steps)
     if config.privacy == "example" or config.secure_aggregation:
         reason = "privacy=example and secure-aggregation train each client on its own"
@@ -109,7 +109,7 @@ def _work(config: Config, num_clients: int, loaded: ModelAndData) -> float:
     """Return the network's parameters times the examples of all steps of the run."""
     steps: float | None = config.local_steps
     if steps is None:  # the mean over clients, from their numbers of examples
-        steps = sum(map(config.steps_of, loaded.partition_sizes(num_clients))) / num_clients
+        steps = sum(map(config.count_steps, loaded.partition_sizes(num_clients))) / num_clients
     size = sum(parameter.numel() for parameter in loaded.model.network.parameters())
     at_a_time = config.max_concurrent(num_clients)
     return config.num_rounds * at_a_time * steps * config.batch_size * size

@@ -13,7 +13,7 @@ from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.work import CALIBRATE, Workload
+from ravan_flwr.training.device_work import CALIBRATE, Workload
 
 TRAINING = (MessageType.TRAIN, CALIBRATE)
 TIMED = (*TRAINING, MessageType.EVALUATE)  # kinds of message that take simulated time

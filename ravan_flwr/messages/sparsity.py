@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.messages import wire
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
-from ravan_flwr.methods.extensions import norm_limits
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 
 FLAT = "largest"  # the name of the numbers of all tensors without heads
 PLACES, SHAPE = "/places", "/form"
@@ -40,29 +39,6 @@ def sparsity_of_round(sparsity: Sparsity, number: int) -> Sparsity:
 def sent_sparsely(method: Method) -> set[str]:
     """Return the names of the tensors of which a broadcast sends the largest numbers."""
     return method.trained_tensors() | {CLASSIFIER}
-
-
-# The changes in an upload.
-
-
-def start_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Return a valid upload's tensors as they were in the broadcast, before training."""
-    trained, classifier = split_classifier(upload)
-    sent_tensors, sent_classifier = split_classifier(sent)
-    start = norm_limits(method).start_of(trained, sent_tensors)
-    return start | {name: sent_classifier[name] for name in classifier}
-
-
-def change_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Return the upload with changes in place of trained tensors; indices of heads stay."""
-    start = start_of(method, upload, sent)
-    return {name: t - start[name] if name in start else t for name, t in upload.items()}
-
-
-def apply_change(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Return the upload with a change added to the broadcast, the inverse of `change_of`."""
-    start = start_of(method, change, sent)
-    return {name: start[name] + t if name in start else t for name, t in change.items()}
 
 
 # Rows of numbers.

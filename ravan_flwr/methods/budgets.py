@@ -15,7 +15,7 @@ BUDGETS: dict[str, tuple[float, float, float, float]] = {
     "uniform": (0.25, 0.25, 0.25, 0.25),
     "bell": (0.1, 0.4, 0.4, 0.1),
     "skewed-right": (0.5, 0.25, 0.15, 0.1),
-    # training/work.py sets the budget fractions of simulated devices.
+    # training/device_work.py sets the budget fractions of simulated devices.
     "by-speed": (0.0, 0.0, 0.0, 1.0),
 }
 

@@ -58,7 +58,7 @@ class SumsChanges:
         """Return the next state with its number of clients, if the state has a tensor for that."""
         return state
 
-    def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
+    def split_heads(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
         """Return the heads of each layer that these rows are; a LoRA has one head, 0."""
         return [[0] for _ in self.layers]
 
@@ -77,7 +77,7 @@ def sums_changes(method: object) -> SumsChanges:
 class NormLimits:
     """The norms by which the server limits an upload, if tensor-wise differences do not suffice."""
 
-    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    def find_start(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         """Return the values that a checked upload's tensors had when the server sent them."""
         return {name: sent[name] for name in upload}
 
@@ -86,8 +86,8 @@ class NormLimits:
 
         For example, B of FlexLoRA's next state is U S of the mean product, whatever B was sent.
 
-        `start` is the result of `start_of`. Only tensors that are not means of the uploads have an
-        entry: the change of an upload does not bound the change of such a tensor.
+        `start` is the result of `find_start`. Only tensors that are not means of the uploads have
+        an entry: the change of an upload does not bound the change of such a tensor.
         """
         return {}
 

@@ -92,7 +92,7 @@ class FedPLora(NormLimits, LoraMethod):
             B[:, chosen], A[chosen] = new_B, new_A
         return expanded
 
-    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    def find_start(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         chosen, (Bs, As) = self.modules(upload), self.split(sent)
         return self.pack([B[:, chosen] for B in Bs], [A[chosen] for A in As])
 

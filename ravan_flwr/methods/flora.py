@@ -51,7 +51,7 @@ class Flora(NormLimits, ResidualLora):
         for adapter in adapters:
             adapter.set_factors(adapter.B[:, :rank], adapter.A[:rank])
 
-    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    def find_start(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         rank = len(upload["B"]) // sum(self.outs)
         return self.pack(
             [torch.zeros(out, rank) for out in self.outs], [A[:rank] for A in self.first_A(sent)]

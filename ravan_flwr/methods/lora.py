@@ -130,9 +130,9 @@ class LoraMethod(Method[LoRALinear]):
             adapter.set_factors(B, A)
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self.factors_of(adapters, self.sent)
+        return self.read_factors(adapters, self.sent)
 
-    def factors_of(self, adapters: Sequence[LoRALinear], names: Sequence[str]) -> Tensors:
+    def read_factors(self, adapters: Sequence[LoRALinear], names: Sequence[str]) -> Tensors:
         """Return copies of the adapters' factors with these names."""
         return {name: flatten([a.get_parameter(name) for a in adapters]) for name in names}
 
@@ -163,12 +163,12 @@ class PersonalLora(LoraMethod):
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         personal_names = [name for name in BOTH if name not in self.sent]
-        collect = partial(self.factors_of, names=personal_names)
+        collect = partial(self.read_factors, names=personal_names)
         self.personal = Personal(self.shapes(self.rank, personal_names), collect, self.put)
 
     def put(self, adapters: Sequence[LoRALinear], personal: Mapping[str, Tensor]) -> None:
         """Load a client's personal factors into the adapters, beside the factors that travel."""
-        self.set_factors(adapters, self.factors_of(adapters, BOTH) | dict(personal))
+        self.set_factors(adapters, self.read_factors(adapters, BOTH) | dict(personal))
 
 
 def padded_product(layer: Layer, U: Tensor, S: Tensor, Vh: Tensor, rank: int) -> ProductSum:

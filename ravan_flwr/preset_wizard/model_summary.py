@@ -53,7 +53,7 @@ def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSumm
     if not path.is_dir() and location in bundled_names():
         spec = replace(spec, source="bundled")
     settings = CONFIGS[spec.source](spec)
-    name = _task_of(settings, data.spec)
+    name = _find_task(settings, data.spec)
     task_info, positions = TASKS[name], settings.get("max_position_embeddings")
     task = get_task(name)(
         replace(data.spec, prompt=task_info.prompt, target_length=task_info.target_length),
@@ -82,7 +82,7 @@ def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSumm
     )
 
 
-def _task_of(settings: dict[str, Any], data: DataSpec) -> str:
+def _find_task(settings: dict[str, Any], data: DataSpec) -> str:
     if data.column("image"):
         return "vision"
     if not data.column("label"):

@@ -21,13 +21,13 @@ class Releases(NamedTuple):
     number: int
 
 
-def epsilon_of(multiplier: float, rate: float, delta: float, releases: int) -> float:
+def find_epsilon(multiplier: float, rate: float, delta: float, releases: int) -> float:
     """Return the epsilon of a number of equal releases at that delta; 0 without releases."""
-    return epsilon_of_all((Releases(multiplier, rate, releases),), delta)
+    return find_total_epsilon((Releases(multiplier, rate, releases),), delta)
 
 
 @lru_cache(maxsize=4096)
-def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
+def find_total_epsilon(releases: tuple[Releases, ...], delta: float) -> float:
     """Return the epsilon of releases of several kinds together.
 
     Raise ValueError if dp-accounting, which an extra installs, is missing.
@@ -53,7 +53,7 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
 def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> float:
     """Return the smallest noise multiplier with which all releases stay within epsilon."""
     low, high = LEAST_MULTIPLIER, MOST_MULTIPLIER
-    highest = epsilon_of(high, rate, delta, releases)
+    highest = find_epsilon(high, rate, delta, releases)
     if highest > epsilon:
         raise ValueError(
             f"epsilon = {epsilon:g}: {releases} releases with delta = {delta:g} take {highest:.4g} "
@@ -62,13 +62,13 @@ def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> 
         )
     while high / low > 1 + TOLERANCE:
         middle = (low * high) ** 0.5
-        if epsilon_of(middle, rate, delta, releases) <= epsilon:
+        if find_epsilon(middle, rate, delta, releases) <= epsilon:
             high = middle
         else:
             low = middle
     # The least multiplier is tried last: far below the result, computing epsilon takes seconds.
     return (
         low
-        if low == LEAST_MULTIPLIER and epsilon_of(low, rate, delta, releases) <= epsilon
+        if low == LEAST_MULTIPLIER and find_epsilon(low, rate, delta, releases) <= epsilon
         else high
     )

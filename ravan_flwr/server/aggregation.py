@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.sparsity import apply_change, start_of
+from ravan_flwr.messages.changes import apply_change, find_start
 from ravan_flwr.messages.wire import check_overflow
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, norm_limits
@@ -72,7 +72,7 @@ def rebased(
     So an update that began from an earlier state becomes one of the present state.
     """
     before, after = (
-        start_of(method, upload, outgoing(method, state, fraction))
+        find_start(method, upload, outgoing(method, state, fraction))
         for state in (old_state, new_state)
     )
     return {
@@ -116,7 +116,7 @@ class Aggregate:
         for all clients.
         """
         method_part = self._method_part(upload)
-        sent = self._norms.start_of(method_part, self._sent(fraction))
+        sent = self._norms.find_start(method_part, self._sent(fraction))
         start = sent | self._classifier
         self.limit.check(measure_changes(upload, start, self.limit.wire), step)
         alone = self._norms.norms_if_alone(method_part, sent)

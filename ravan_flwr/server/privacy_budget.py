@@ -25,7 +25,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.files import first_error
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
@@ -271,7 +271,7 @@ class ClientBudget(PrivacyBudget):
         self._write(self.as_record() | {"releases": self.releases, "sampling-rate": self.rate})
 
     def _epsilon(self, releases: int) -> float:
-        return epsilon_of(self.multiplier, self.rate, self.delta, releases)
+        return find_epsilon(self.multiplier, self.rate, self.delta, releases)
 
     @classmethod
     def _problems(
@@ -280,6 +280,6 @@ class ClientBudget(PrivacyBudget):
         """Yield also a sampling rate that is not that of the first round."""
         yield from super()._problems(content, records, config)
         z, rate = content["noise-multiplier"], content["sampling-rate"]
-        first = epsilon_of(z, rate, config.delta, 1)
+        first = find_epsilon(z, rate, config.delta, 1)
         if records and not math.isclose(records[0]["privacy"]["epsilon"], first, rel_tol=CLOSE):
             yield f"sampling-rate = {rate}, by which round 1 spends {first!r}, and it spent another"

@@ -139,7 +139,7 @@ class RoundLog:
     def train_loss(self) -> float | None:
         """Return the clients' mean loss, independent of the replies' order; None without losses."""
         losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
-        return mean_of(losses, [1.0] * len(losses)) if losses else None
+        return weighted_mean(losses, [1.0] * len(losses)) if losses else None
 
     def record(self, metrics: Metrics, now: float = 0.0) -> RoundRecord:
         """Return the round's line of `rounds.jsonl`; `now` is the second of the run."""
@@ -205,6 +205,6 @@ def _named(clients: Sequence[str]) -> str:
     return f"partitions {listed(numbers, NAMED, ', ')}"
 
 
-def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """Return the weighted mean of numbers, which were checked so that their sum cannot overflow."""
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)

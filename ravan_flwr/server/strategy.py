@@ -37,7 +37,7 @@ from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.releases import Calibrated, Mean, release_class
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
-from ravan_flwr.server.round_log import RoundLog, mean_of
+from ravan_flwr.server.round_log import RoundLog, weighted_mean
 from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
@@ -316,7 +316,7 @@ class FederatedTuning(Strategy):
             return None
         units, means = zip(*(answers[partition] for partition in sorted(answers)), strict=True)
         self.round.log.per_client = per_client_statistics(list(map(measures.completed, means)))
-        mean = {name: mean_of([one[name] for one in means], units) for name in measures.names}
+        mean = {name: weighted_mean([one[name] for one in means], units) for name in measures.names}
         return MetricRecord(dict(measures.completed(mean)))
 
     # Around the rounds.

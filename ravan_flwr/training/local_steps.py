@@ -38,11 +38,11 @@ def learning_rate_in_round(config: Config, number: int) -> float:
     return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2)
 
 
-def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
+def plan_steps(config: Config, number: int, examples: int) -> LocalSteps:
     """Return the settings of a client with `examples` examples in round `number`."""
     same = {field.name for field in fields(LocalSteps)} - {"number", "learning_rate"}
     return LocalSteps(
-        config.steps_of(examples),
+        config.count_steps(examples),
         learning_rate=learning_rate_in_round(config, number),
         **{name: getattr(config, name) for name in same},
     )
@@ -218,13 +218,13 @@ class Stepper:
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Add the gradients of a part's mean loss times its weight in the batch's mean."""
-        loss = self.loss_of(batch)
+        loss = self.compute_loss(batch)
         loss = loss if weight == 1.0 else loss * weight
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach().float()
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a part, in the configured precision."""
         with autocast(self.device.type, self.steps.precision):
             return self.task.loss(self.model.network, batch)

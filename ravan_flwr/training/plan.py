@@ -12,15 +12,15 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import BUDGET_FRACTIONS, affordable
 from ravan_flwr.optional import PLAN_RELEASES, load
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, bytes_of_round, step_memory, step_seconds
+from ravan_flwr.training.device_work import Workload
 from ravan_flwr.training.model_and_data import make_task, settle
 from ravan_flwr.training.network import likely_device
-from ravan_flwr.training.work import Workload
 
 
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
@@ -194,7 +194,7 @@ def _privacy(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[s
     )
 
     def spent(number: int) -> float:
-        return epsilon_of(z, rate, delta, number * releases)
+        return find_epsilon(z, rate, delta, number * releases)
 
     yield (
         f"epsilon {spent(rounds):.3f} after {rounds} rounds, delta {delta:g}, noise multiplier "

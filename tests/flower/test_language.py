@@ -65,7 +65,7 @@ def test_devices_train_on_local_conversations_and_get_the_result(deployment):
     first, *_, last = (record["metrics"]["perplexity"] for record in run.rounds)
     assert last < first
     commands = (Path(f"/proc/{pid}/cmdline") for pid in list_processes(deployment.folder))
-    workers = [path for path in commands if b"ravan_flwr.client.worker" in path.read_bytes()]
+    workers = [path for path in commands if b"ravan_flwr.client.warm_worker" in path.read_bytes()]
     assert len(workers) == 2
 
     summary = json.loads((run.directory / "summary.json").read_text())

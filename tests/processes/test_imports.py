@@ -29,7 +29,7 @@ IMPORTS = {
         {"yaml", "torch", "flwr"},
     # Each phase of a secure round without training is a separate process on a device.
     "import ravan_flwr.client_app, ravan_flwr.extras.secure.phases": HEAVY,
-    "import ravan_flwr.client_app, ravan_flwr.client.worker": HEAVY,  # where a worker answers
+    "import ravan_flwr.client_app, ravan_flwr.client.warm_worker": HEAVY,  # where a worker answers
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training.local_steps import steps_of
+from ravan_flwr.training.local_steps import plan_steps
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
 from tests.unit.results.test_card import CONFIG
 
@@ -241,7 +241,7 @@ def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
     norm, work = 0.5, ClientRound(0, 1, 3)
 
     def released(example):
-        steps = steps_of(read_config(DEVICE | {"micro-batch-size": 1}), 1, NUMBER)
+        steps = plan_steps(read_config(DEVICE | {"micro-batch-size": 1}), 1, NUMBER)
         stepper = PrivateStepper(
             loaded.model, loaded.task, examples_of(example), steps, work, StepNoise(1e-12, norm)
         )
@@ -283,7 +283,8 @@ def test_the_independence_check_does_not_depend_on_examples(loaded, monkeypatch,
         with suppress(ValueError):  # a state that is refused
             private_steps.train_privately(
                 loaded.model, loaded.task, examples_of(example), state_of(loaded, state), 1.0,
-                steps_of(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3), StepNoise(1.0, 1.0),
+                plan_steps(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3),
+                StepNoise(1.0, 1.0),
             )  # fmt: skip
     assert len(gradients) == 3
     assert gradients[0].any()

@@ -63,7 +63,7 @@ class Federation:
         return fraction if self.method.can_train(fraction) else 1.0
 
     def start(self, upload, fraction):
-        return norm_limits(self.method).start_of(
+        return norm_limits(self.method).find_start(
             upload, self.method.broadcast(self.state, fraction)
         )
 

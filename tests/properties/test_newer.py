@@ -329,7 +329,7 @@ def test_floras_clients_of_a_round_start_equal_for_any_rank():
         method.load(adapters, method.broadcast(state, fraction))
         method.choose(adapters, fraction, torch.Generator(), lambda: None)
         still = method.upload(adapters)
-        start = method.start_of(still, method.broadcast(state, fraction))
+        start = method.find_start(still, method.broadcast(state, fraction))
         assert all(torch.equal(still[name], start[name]) for name in ("B", "A"))
         for A, first in zip(method.split(still)[1], method.first_A(state), strict=True):
             assert torch.equal(A, first[: affordable(fraction, 4)])

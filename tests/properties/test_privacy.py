@@ -19,7 +19,7 @@ from scipy.stats import beta, kstest
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, expand_to_state
 from ravan_flwr.privacy import mechanism
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import check_finite
@@ -201,7 +201,7 @@ def test_the_account_equals_the_librarys(z, q, n):
     event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
     direct = dp_accounting.pld.PLDAccountant().compose(event, n).get_epsilon(1e-5)
     renyi = rdp.RdpAccountant().compose(event, n).get_epsilon(1e-5)
-    got = epsilon_of(z, q, 1e-5, n)
+    got = find_epsilon(z, q, 1e-5, n)
     assert direct <= got * (1 + 1e-9)
     assert got == pytest.approx(direct, rel=2e-3)
     assert got <= renyi
@@ -209,14 +209,14 @@ def test_the_account_equals_the_librarys(z, q, n):
 
 def test_amplification_by_sampling_agrees_with_the_literature():
     """Abadi et al. (2016): q = 0.01, noise 4, 10,000 steps, delta 1e-5 is epsilon 1.26 or less."""
-    assert 0.8 < epsilon_of(4.0, 0.01, 1e-5, 10_000) <= 1.26
-    assert epsilon_of(1.0, 0.15, 1e-5, 0) == 0.0
+    assert 0.8 < find_epsilon(4.0, 0.01, 1e-5, 10_000) <= 1.26
+    assert find_epsilon(1.0, 0.15, 1e-5, 0) == 0.0
 
 
 @pytest.mark.slow
 def test_noise_is_calibrated_to_just_within_epsilon():
     z = multiplier_for(2.0, 0.1, 1e-5, 30)
-    assert 1.98 < epsilon_of(z, 0.1, 1e-5, 30) <= 2.0
+    assert 1.98 < find_epsilon(z, 0.1, 1e-5, 30) <= 2.0
     with pytest.raises(ValueError, match=r"epsilon = 1e-09: 5 releases .* even with a noise"):
         multiplier_for(1e-9, 0.5, 1e-5, 5)
 
@@ -283,7 +283,7 @@ def lower_bound(
     return best
 
 
-CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
+CLAIMED = find_epsilon(Z, 1.0, DELTA, 1)
 
 
 def test_an_adversary_learns_no_more_than_the_account_permits():
@@ -312,4 +312,4 @@ def test_the_least_multiplier_is_returned_where_it_is_enough():
 def test_without_dp_accounting_an_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ValueError, match="is not installed; pip install dp-accounting"):
-        epsilon_of(1.0, 0.123, 1e-5, 1)
+        find_epsilon(1.0, 0.123, 1e-5, 1)

@@ -14,7 +14,7 @@ from scipy.stats import kstest
 
 from ravan_flwr.extras.example_privacy import gradients as example_gradients
 from ravan_flwr.extras.example_privacy.gradients import ClippedExamples, StepNoise, joint_norms
-from ravan_flwr.privacy.account import Releases, epsilon_of, epsilon_of_all
+from ravan_flwr.privacy.account import Releases, find_epsilon, find_total_epsilon
 from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import generator
 from tests.properties.test_privacy import lower_bound
@@ -111,14 +111,14 @@ def test_the_account_of_several_kinds_equals_the_librarys():
     for one in kinds[:2]:
         gaussian = dp_accounting.GaussianDpEvent(one.multiplier)
         account.compose(dp_accounting.PoissonSampledDpEvent(one.rate, gaussian), one.number)
-    assert epsilon_of_all(kinds, 1e-5) == pytest.approx(account.get_epsilon(1e-5), rel=2e-3)
-    assert epsilon_of_all(kinds[:1], 1e-5) == epsilon_of(1.2, 0.4, 1e-5, 30)
+    assert find_total_epsilon(kinds, 1e-5) == pytest.approx(account.get_epsilon(1e-5), rel=2e-3)
+    assert find_total_epsilon(kinds[:1], 1e-5) == find_epsilon(1.2, 0.4, 1e-5, 30)
 
 
 # The audit: one step on all examples, so that the noise is an adversary's only uncertainty.
 
 Z, DELTA, NUMBERS = 3.0, 1e-5, 300
-CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
+CLAIMED = find_epsilon(Z, 1.0, DELTA, 1)
 
 
 def along(place, size):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.sparsity import change_of, densify, sent_sparsely, sparsify, start_of
+from ravan_flwr.messages.changes import find_start, take_change
+from ravan_flwr.messages.sparsity import densify, sent_sparsely, sparsify
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.seeding import generator
@@ -58,10 +59,10 @@ def test_an_upload_is_the_servers_state_plus_the_largest_changes(name, fraction)
     for key, tensor in by_hand(sent, DOWN, names).items():
         assert torch.equal(got[key], tensor)
     upload = trained_from(method, adapters, got, fraction, 5)
-    change = change_of(method, upload, got)
+    change = take_change(method, upload, got)
     arrived = densify(sparsify(change, UP, change.keys()), UP)
-    start = start_of(method, upload, sent)
-    of_client = start_of(method, upload, got)
+    start = find_start(method, upload, sent)
+    of_client = find_start(method, upload, got)
     largest = by_hand({k: upload[k] - of_client[k] for k in start}, UP, start.keys())
     for key, tensor in moved(method, arrived, fraction, state).items():
         expected = start[key] + largest[key] if key in start else upload[key]
@@ -81,7 +82,7 @@ def test_the_next_state_equals_flascs():
         largest = by_hand({k: upload[k] - start[k] for k in state}, UP, state.keys())
         assert any(torch.any(tensor == 0) for tensor in largest.values())
         total = {name: total[name] + largest[name] for name in total}
-        change = change_of(method, upload, sent)
+        change = take_change(method, upload, sent)
         arrived = densify(sparsify(change, UP, change.keys()), UP, max_numbers=10**6)
         sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
     for name, tensor in sums.close().items():
@@ -101,7 +102,7 @@ def test_a_non_finite_value_affects_no_sum(name):
     state = with_classifier(method, some_state(method, adapters))
     sent = broadcast(method, state)
     upload = trained_from(method, adapters, sent, 1.0, 5)
-    change = change_of(method, upload, sent)
+    change = take_change(method, upload, sent)
     floats = [key for key, tensor in change.items() if tensor.is_floating_point()]
     sums = Aggregate(method, state, UpdateNormCheck(None, 1e6))
     for key in floats:

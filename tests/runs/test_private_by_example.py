@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ravan_flwr.extras.example_privacy import rules as example_rules
-from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.account import find_epsilon
 from ravan_flwr.training.plan import plan_of
 from tests import short_runs
 from tests.short_runs import SHORT, records_of
@@ -47,14 +47,14 @@ def test_a_private_run_reports_epsilon_and_counts_it_after_resuming(settings, tm
     z = account["noise-multiplier"]
     if settings is CLIENT:
         assert account["releases"] == 3
-        expected = epsilon_of(z, 0.5, 1e-5, 3)
+        expected = find_epsilon(z, 0.5, 1e-5, 3)
         assert summary["epsilon"] == account["epsilon"] == expected
     else:
         assert summary["metrics"]["final"]["accuracy"] > 0.5  # chance is 0.1
         assert summary["unit"] == "example"
         participations = account["asked"].values()
         assert sum(rounds for _, rounds in participations) == 6
-        expected = max(epsilon_of(z, rate, 1e-5, 10 * rounds) for rate, rounds in participations)
+        expected = max(find_epsilon(z, rate, 1e-5, 10 * rounds) for rate, rounds in participations)
     assert summary["epsilon"] == pytest.approx(expected)
     assert summary["epsilon"] <= 8.0
     # Resuming at an earlier round restores no privacy budget; the run ends when all is spent.
@@ -81,7 +81,7 @@ def test_a_plan_states_epsilon():
     assert re.search(r"epsilon (7\.99\d|8\.000) after 3 rounds, delta 1e-05", plan)
     with_noise = plan_of(CLIENT | {"epsilon": 4.0, "noise-multiplier": 1.5, "num-rounds": 50}, 4)
     fitting = int(re.search(r"epsilon = 4 is spent after (\d+) rounds", with_noise)[1])  # type: ignore[index]
-    assert epsilon_of(1.5, 0.5, 1e-5, fitting) <= 4.0 < epsilon_of(1.5, 0.5, 1e-5, fitting + 1)
+    assert find_epsilon(1.5, 0.5, 1e-5, fitting) <= 4.0 < find_epsilon(1.5, 0.5, 1e-5, fitting + 1)
     assert "privacy" not in plan_of(CLIENT | {"privacy": "none", "epsilon": "auto"}, 4)
 
 
@@ -97,7 +97,7 @@ def test_a_plan_states_epsilon_of_examples():
     with_noise = plan_of(PRIVATE | settings, CLIENTS)
     steps = 10 * int(re.search(r"epsilon = 4 is spent after (\d+)", with_noise)[1])  # type: ignore[index]
     rate = 64 / 359
-    assert epsilon_of(1.0, rate, 1e-5, steps) <= 4.0 < epsilon_of(1.0, rate, 1e-5, steps + 10)
+    assert find_epsilon(1.0, rate, 1e-5, steps) <= 4.0 < find_epsilon(1.0, rate, 1e-5, steps + 10)
 
 
 @pytest.mark.usefixtures("untimed")

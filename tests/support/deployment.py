@@ -126,7 +126,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         """
         ours = []
         for pid in list_processes(self.folder):
-            if "ravan_flwr.client.worker" in _command_line(pid):
+            if "ravan_flwr.client.warm_worker" in _command_line(pid):
                 ours.append(pid)
             else:
                 _send(pid, signal.SIGKILL)

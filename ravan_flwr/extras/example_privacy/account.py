@@ -27,7 +27,7 @@ from ravan_flwr.config.node_config import Node
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.files import append
-from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, epsilon_of_all
+from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, find_total_epsilon
 
 log = getLogger(__name__)
 
@@ -177,9 +177,9 @@ def count_round(
         after, limit = account.after(1, per_round), config.epsilon
         if (
             limit is not None
-            and (epsilon_after := epsilon_of_all(after.releases, config.delta)) > limit
+            and (epsilon_after := find_total_epsilon(after.releases, config.delta)) > limit
         ):
-            epsilon_before = epsilon_of_all(account.releases, config.delta)
+            epsilon_before = find_total_epsilon(account.releases, config.delta)
             raise OutOfBudgetError(
                 f"epsilon = {limit:g}: after {account.rounds} rounds its examples have spent "
                 f"{epsilon_before:.4g}, and one more would take that to {epsilon_after:.4g}"

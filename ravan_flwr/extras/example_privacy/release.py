@@ -25,7 +25,7 @@ from ravan_flwr.extras.example_privacy.steps import sampling_rate
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.account import find_epsilon
 from ravan_flwr.runs.record import PrivacyRecord, RoundRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
@@ -158,7 +158,7 @@ class ExampleBudget(PrivacyBudget):
         return TimesAsked(max(before.rate, self.rate(client)), before.rounds + further)
 
     def _epsilon(self, times: TimesAsked) -> float:
-        return epsilon_of(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
+        return find_epsilon(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
 
     @classmethod
     def _problems(

@@ -189,7 +189,7 @@ class PrivateStepper(Stepper):
         try:
             batch = self.task.collate(self.examples.take(rows))
             self.clipped.add(
-                _example_gradients(self.gradients, self.by_example, self.loss_of, batch)
+                _example_gradients(self.gradients, self.by_example, self.compute_loss, batch)
             )
         except Exception as error:  # noqa: BLE001 (the server must not learn of any error)
             problem = f"{type(error).__name__}: {error}"

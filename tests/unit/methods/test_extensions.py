@@ -10,8 +10,8 @@ from ravan_flwr.methods.extensions import NormLimits, SumsChanges, norm_limits, 
 from tests.methods import build
 
 OF_OPTIONS = {
-    "coverage", "rows", "rows_trained", "train_rows", "heads_of", "mean_over_cohort", "start_of",
-    "norms_if_alone", "norm_bounds",
+    "coverage", "rows", "rows_trained", "train_rows", "split_heads", "mean_over_cohort",
+    "find_start", "norms_if_alone", "norm_bounds",
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_changes_are_measured_from_the_broadcast_by_default():
     upload = {"B": sent["B"] + 1}
     limits = norm_limits(method)
     assert not isinstance(method, NormLimits)
-    assert torch.equal(limits.start_of(upload, sent)["B"], sent["B"])
+    assert torch.equal(limits.find_start(upload, sent)["B"], sent["B"])
     assert limits.norms_if_alone(upload, sent) == limits.norm_bounds(sent, {}) == {}
     flexlora, _ = build("flexlora")
     assert norm_limits(flexlora) is flexlora

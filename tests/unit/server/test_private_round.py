@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
-from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.account import find_epsilon
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
@@ -67,7 +67,7 @@ def test_the_account_is_on_disk_before_each_release():
     notes, budget, files, _ = run_rounds(Nodes(), rounds=3)
     assert [(done, account["releases"]) for done, account in files] == [(0, 1), (1, 2), (2, 3)]
     for number, record in enumerate(notes.records, start=1):
-        spent = epsilon_of(1.0, 0.5, 1e-5, number)
+        spent = find_epsilon(1.0, 0.5, 1e-5, number)
         assert record["privacy"]["epsilon"] == files[number - 1][1]["epsilon"] == spent
         assert record["privacy"]["clip-norm"] == 0.5
         assert "noise-cohort" not in record["privacy"]
@@ -153,10 +153,10 @@ def test_a_non_finite_change_affects_no_state(value):
 
 @pytest.mark.usefixtures("everyone")
 def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
-    limit = epsilon_of(1.0, 0.5, 1e-5, 3) + 1e-6
+    limit = find_epsilon(1.0, 0.5, 1e-5, 3) + 1e-6
     notes, budget, _, result = run_rounds(Nodes(), rounds=9, epsilon=limit)
     assert [record["round"] for record in notes.records] == [1, 2, 3]
-    assert budget.epsilon <= limit < epsilon_of(1.0, 0.5, 1e-5, 4)
+    assert budget.epsilon <= limit < find_epsilon(1.0, 0.5, 1e-5, 4)
     assert budget.ends_after(0)
     assert torch.equal(result["H"], notes.states[-1]["H"])
     with pytest.raises(ValueError, match=r"epsilon = 0.1: one round takes .* room for one"):
@@ -203,19 +203,19 @@ def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
         _, budget, files, _ = run_rounds(Nodes(), memory=memory, before=before)
         accounts.append((budget.epsilon, budget.as_record(), files))
     assert accounts[0] == accounts[1]
-    assert accounts[0][0] == epsilon_of(1.0, 0.5, 1e-5, 3)
+    assert accounts[0][0] == find_epsilon(1.0, 0.5, 1e-5, 3)
 
 
 ACCOUNT = {
     "noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releases": 5,
-    "epsilon": epsilon_of(1.0, 0.5, 1e-5, 5),
+    "epsilon": find_epsilon(1.0, 0.5, 1e-5, 5),
 }  # fmt: skip
 
 
 def record_of(number, spent=None, **changes):
     """Return a round's record; the run went back once, so that one more update was released."""
     releases = number + (number > 1)
-    noise = {"noise-multiplier": 1.0, "epsilon": epsilon_of(1.0, 0.5, 1e-5, releases)}
+    noise = {"noise-multiplier": 1.0, "epsilon": find_epsilon(1.0, 0.5, 1e-5, releases)}
     privacy = {"delta": 1e-5} | noise | (spent or {})
     return ROUND | {"round": number, "privacy": privacy} | changes
 
@@ -235,7 +235,7 @@ def spending(**changes):
     """Return changes of an account with the epsilon that results from them."""
     account = {**ACCOUNT, **{k.replace("_", "-"): v for k, v in changes.items()}}
     z, rate, releases = (account[k] for k in ("noise-multiplier", "sampling-rate", "releases"))
-    return account | {"epsilon": epsilon_of(z, rate, 1e-5, releases)}
+    return account | {"epsilon": find_epsilon(z, rate, 1e-5, releases)}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
 ):
     """With a million releases, or so little noise, epsilon takes a minute and gigabytes."""
     rounds = [*map(record_of, (1, 2, 3))]
-    monkeypatch.setattr("ravan_flwr.server.privacy_budget.epsilon_of", None)
+    monkeypatch.setattr("ravan_flwr.server.privacy_budget.find_epsilon", None)
     with pytest.raises(ValueError, match=message):
         budget_of(tmp_path, rounds, ACCOUNT | changes, OF_EPSILON)
 

@@ -22,7 +22,7 @@ from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import round_log
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.round_log import mean_of
+from ravan_flwr.server.round_log import weighted_mean
 from ravan_flwr.server.sampling import Sampler, sample
 from ravan_flwr.server.waiting import RoundDeadline
 from tests.hand_made import (
@@ -453,9 +453,9 @@ def test_missing_and_absurd_claims_are_refused():
 
 
 def test_a_mean_is_weighted():
-    assert mean_of([1.0, 2.0, 4.0], [1.0, 2.0, 1.0]) == 2.25
+    assert weighted_mean([1.0, 2.0, 4.0], [1.0, 2.0, 1.0]) == 2.25
     values = [0.1 * i for i in range(9)]
-    assert mean_of(values, [1.0] * 9) == sum(values) / 9  # the same bits as the plain mean
+    assert weighted_mean(values, [1.0] * 9) == sum(values) / 9  # the same bits as the plain mean
 
 
 class Counting(TorchFunctionMode):

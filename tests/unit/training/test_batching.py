@@ -34,8 +34,8 @@ BY_LENGTH = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "
 )
 def test_partial_passes_are_rounded_up_to_whole_batches(epochs, examples, steps):
     config = read_config({"local-steps": f"epochs:{epochs}", "batch-size": 10})
-    assert config.steps_of(examples) == steps
-    assert read_config({"local-steps": 7}).steps_of(examples) == 7
+    assert config.count_steps(examples) == steps
+    assert read_config({"local-steps": 7}).count_steps(examples) == 7
 
 
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
@@ -43,7 +43,7 @@ def test_partial_passes_are_rounded_up_to_whole_batches(epochs, examples, steps)
 def test_a_pass_has_every_example_once_in_equal_batches(number, batch_size, lengths):
     config = read_config({"local-steps": "epochs:3", "batch-size": batch_size})
     by_chance = sorted(map(len, a_pass(number, batch_size, None)))
-    assert config.steps_of(number) == 3 * len(by_chance)
+    assert config.count_steps(number) == 3 * len(by_chance)
     for skip in range(3):
         batches = a_pass(number, batch_size, lengths, skip=skip)
         assert sorted(np.concatenate(batches)) == list(range(number))

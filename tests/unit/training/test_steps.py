@@ -16,8 +16,8 @@ from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
     dropout_from,
     learning_rate_in_round,
+    plan_steps,
     read_batches,
-    steps_of,
     train_locally,
 )
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -32,7 +32,7 @@ def trained(loaded, **changes):
     config = read_config(QUICK | changes)
     examples = loaded.partition(0, 5).train
     state = loaded.model.initial_state()
-    steps = steps_of(config, 1, len(examples))
+    steps = plan_steps(config, 1, len(examples))
     return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, WORK)
 
 

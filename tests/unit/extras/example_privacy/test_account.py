@@ -18,7 +18,7 @@ from ravan_flwr.extras.example_privacy.account import (
     open_account,
 )
 from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.privacy.account import Releases, epsilon_of
+from ravan_flwr.privacy.account import Releases, find_epsilon
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import get_model_and_data
 
@@ -131,7 +131,7 @@ def test_a_round_whose_state_is_lost_stays_in_the_account(on_a_device):
     del on_a_device
     config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
     state = RecordDict()
-    few, all_ = (epsilon_of(1.5, 0.4, 1e-5, 5 * rounds) for rounds in (3, 10))
+    few, all_ = (find_epsilon(1.5, 0.4, 1e-5, 5 * rounds) for rounds in (3, 10))
     assert few < 8.0 < all_
 
     def ask(number):
@@ -202,7 +202,7 @@ def test_a_reply_has_no_loss_and_no_number_of_examples(send_request):
 
 def test_a_client_without_privacy_budget_sends_a_refusal(send_request):
     ask, _, _ = send_request
-    assert epsilon_of(2.0, 32 / 72, 1e-5, 2 * 40) > 8.0
+    assert find_epsilon(2.0, 32 / 72, 1e-5, 2 * 40) > 8.0
     reply = ask(earlier=200)
     assert not reply.array_records
     refused = reply.config_records["refused"]

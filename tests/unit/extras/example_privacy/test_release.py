@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.example_privacy import release as example_privacy
 from ravan_flwr.extras.example_privacy.release import ExampleBudget
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.account import find_epsilon
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
@@ -96,7 +96,7 @@ def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
 
 
 def epsilon(examples, rounds, z=2.0):
-    return epsilon_of(z, min(1.0, 5 / examples), 1e-5, rounds * STEPS)
+    return find_epsilon(z, min(1.0, 5 / examples), 1e-5, rounds * STEPS)
 
 
 def test_sampled_clients_are_written_to_disk_before_messages_are_sent():
@@ -239,20 +239,20 @@ def test_few_epsilons_are_computed_for_any_number_of_clients(monkeypatch):
     for p in range(1000):
         budget.counts[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
     count = mock.Mock(return_value=1.0)
-    monkeypatch.setattr(example_privacy, "epsilon_of", count)
+    monkeypatch.setattr(example_privacy, "find_epsilon", count)
     assert budget.epsilon == 1.0
     assert count.call_count <= 3
 
 
 ACCOUNT = {
     "unit": "example", "noise-multiplier": 2.0, "delta": 1e-5, "asked": {"3": [0.5, 2]},
-    "epsilon": epsilon_of(2.0, 0.5, 1e-5, 2 * STEPS),
+    "epsilon": find_epsilon(2.0, 0.5, 1e-5, 2 * STEPS),
 }  # fmt: skip
 
 
 def record_of(number):
     """Return a round's record, in which partition 3 trained with ten examples."""
-    epsilon = epsilon_of(2.0, 0.5, 1e-5, number * STEPS)
+    epsilon = find_epsilon(2.0, 0.5, 1e-5, number * STEPS)
     privacy = {"noise-multiplier": 2.0, "delta": 1e-5, "epsilon": epsilon}
     return ROUND | {"round": number, "privacy": privacy, "clients": [CLIENT | {"partition-id": 3}]}
 
@@ -266,7 +266,7 @@ def write_files(folder, rounds, changes):
 def spending(rate, rounds, z=2.0):
     return {
         "noise-multiplier": z, "asked": {"3": [rate, rounds]},
-        "epsilon": epsilon_of(z, rate, 1e-5, rounds * STEPS),
+        "epsilon": find_epsilon(z, rate, 1e-5, rounds * STEPS),
     }  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
     tmp_path, monkeypatch
 ):
     write_files(tmp_path, 1, {"asked": {"3": [0.5, 10**6]}})
-    monkeypatch.setattr(example_privacy, "epsilon_of", None)
+    monkeypatch.setattr(example_privacy, "find_epsilon", None)
     with pytest.raises(ValueError, match="it counts 1,000,000 rounds, and the records have 1"):
         ExampleBudget.of(
             read_config(SETTINGS), RunDirectory(tmp_path), ResumePoint({}, last_round=1)

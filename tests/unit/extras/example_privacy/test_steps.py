@@ -21,7 +21,7 @@ from ravan_flwr.extras.example_privacy.steps import (
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training.local_steps import dropout_from, steps_of
+from ravan_flwr.training.local_steps import dropout_from, plan_steps
 from ravan_flwr.training.model_and_data import ModelAndData
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
@@ -42,7 +42,7 @@ def loaded():
 
 def trained(loaded, noise, rows=64, fraction=1.0):
     examples = loaded.partition(3, 20).train.select(np.arange(rows))
-    steps, state = steps_of(loaded.config, 1, rows), loaded.model.initial_state()
+    steps, state = plan_steps(loaded.config, 1, rows), loaded.model.initial_state()
     return train_privately(loaded.model, loaded.task, examples, state, fraction, steps, WORK, noise)
 
 
@@ -70,11 +70,11 @@ def gradients_of_step(loaded, noise, **settings):
     config = loaded_of(**settings).config if settings else loaded.config
     examples = loaded.partition(3, 20).train.select(np.arange(48))
     stepper = PrivateStepper(
-        loaded.model, loaded.task, examples, steps_of(config, 1, 48), WORK, noise
+        loaded.model, loaded.task, examples, plan_steps(config, 1, 48), WORK, noise
     )
     with moved(loaded) as parameters:
         stepper.train(parameters[:0])  # no update
-        stepper.steps = steps_of(read_config({"local-steps": 1}), 1, 48)
+        stepper.steps = plan_steps(read_config({"local-steps": 1}), 1, 48)
         stepper.train(parameters)
         return [parameter.grad.clone() for parameter in parameters]
 
@@ -182,7 +182,7 @@ def test_clipping_bounds_the_gradient(loaded, draw_all):
 
 def test_drawn_examples_do_not_depend_on_the_seed(loaded):
     examples = loaded.partition(3, 20).train
-    steps = steps_of(loaded.config, 1, len(examples))
+    steps = plan_steps(loaded.config, 1, len(examples))
     orders = []
     for _ in range(2):
         stepper = PrivateStepper(loaded.model, loaded.task, examples, steps, WORK, QUIET)

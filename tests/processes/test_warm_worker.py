@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import answers as client
-from ravan_flwr.client import worker
+from ravan_flwr.client import warm_worker
 from ravan_flwr.client.on_device import find_socket_folder, is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
@@ -47,13 +47,13 @@ def owner(home, monkeypatch, python):
         process.kill()
         process.wait()
         wait_for(lambda: not workers(process.pid), "the worker to end with its owner")
-        while worker._started:
-            worker._started.pop().wait()
+        while warm_worker._started:
+            warm_worker._started.pop().wait()
 
 
 def workers(owner):
     """Return the workers of an owner."""
-    words = {"ravan_flwr.client.worker", str(owner)}
+    words = {"ravan_flwr.client.warm_worker", str(owner)}
     processes = psutil.process_iter(["cmdline"])
     return [one.pid for one in processes if words <= set(one.info["cmdline"] or ())]
 
@@ -86,14 +86,14 @@ def comparable(reply):
 COUNTED = """
 import sys
 from pathlib import Path
-from ravan_flwr.client import worker
+from ravan_flwr.client import warm_worker
 from ravan_flwr.training import model_and_data
 build = model_and_data.build_network
 def build_and_print(*given):
     print("builds a network", flush=True)
     return build(*given)
 model_and_data.build_network = build_and_print
-here = worker.Worker(Path(sys.argv[1]), int(sys.argv[2]))
+here = warm_worker.Worker(Path(sys.argv[1]), int(sys.argv[2]))
 print("listens", flush=True)
 here.serve()
 """
@@ -108,13 +108,13 @@ def test_replies_are_the_same_warm_and_cold_and_a_worker_builds_one_network_a_ru
     wait_for(lambda: "listens" in log.read_text(), "the worker to listen")
     message = training_message()
     for kind, content in (("query", RecordDict()), ("train", message), ("train", message)):
-        warm = worker.ask(kind, content, context())
+        warm = warm_worker.ask(kind, content, context())
         assert comparable(warm) == comparable(client.answer(kind, content, context()))
     assert workers(owner.pid) == []  # that process has answered, and imported the libraries once
     assert log.read_text().count("builds a network") == 1
     another_run = context()
     another_run.run_id += 1
-    worker.ask("train", message, another_run)
+    warm_worker.ask("train", message, another_run)
     assert log.read_text().count("builds a network") == 2
 
 
@@ -126,28 +126,28 @@ def test_flower_stores_the_nodes_state_not_the_worker(owner):
     sent.config_records["config"]["fixed-hash"] = "0"
     for node_context in (first, second):
         with pytest.raises(ValueError, match=r"fixed tensors have hash \w+, expected 0"):
-            worker.ask("train", sent, node_context)
+            warm_worker.ask("train", sent, node_context)
     del sent[FIXED]
     # Also after a failed reply, as Flower stores the state of its own processes.
     assert FIXED in second.state
     with pytest.raises(ValueError, match=r"fixed tensors have hash \w+, expected 0"):
-        worker.ask("train", sent, second)
+        warm_worker.ask("train", sent, second)
     with pytest.raises(ValueError, match="this node does not have the fixed tensors 0"):
-        worker.ask("train", sent, third)
+        warm_worker.ask("train", sent, third)
 
 
 @pytest.mark.slow
 def test_errors_are_the_same_as_without_a_worker(owner):
     for _ in range(2):
         with pytest.raises(ValueError, match="budget = 2: expected a number above 0"):
-            worker.ask("query", RecordDict(), context(budget=2))
+            warm_worker.ask("query", RecordDict(), context(budget=2))
         (pid,) = workers(owner.pid)
     with pytest.raises(RuntimeError, match="KeyError: 'arrays'"):
-        worker.ask(
+        warm_worker.ask(
             "train", RecordDict({"config": ConfigRecord({"budget-fraction": 1.0})}), context()
         )
     # Invalid input does not end the worker; after another error a new one starts.
-    assert worker.ask("query", RecordDict(), context())
+    assert warm_worker.ask("query", RecordDict(), context())
     (other,) = workers(owner.pid)
     assert pid != other
 
@@ -155,17 +155,18 @@ def test_errors_are_the_same_as_without_a_worker(owner):
 CLIENT = """
 import os, sys, tempfile
 from flwr.app import RecordDict
-from ravan_flwr.client import worker
-from tests.processes import test_worker
+from ravan_flwr.client import warm_worker
+from tests.processes import test_warm_worker
 tempfile.tempdir, os.getppid = sys.argv[1], lambda: int(sys.argv[2])
-worker.ask("train", test_worker.training_message(), test_worker.context(test_worker.BUSY))
+context = test_warm_worker.context(test_warm_worker.BUSY)
+warm_worker.ask("train", test_warm_worker.training_message(), context)
 """
 
 
 @pytest.fixture
 def training_client(owner, home, python, tmp_path):
     """Start a client process that requests hours of training; yield once the worker trains."""
-    worker.ask("query", RecordDict(), context(BUSY))  # with all imports, and the examples
+    warm_worker.ask("query", RecordDict(), context(BUSY))  # with all imports, and the examples
     (pid,) = workers(owner.pid)
     before = cpu_seconds(pid)
     process = python.start(["-c", CLIENT, str(home), str(owner.pid)], log=tmp_path / "asker")
@@ -186,11 +187,11 @@ def cpu_seconds(pid):
 def test_a_worker_that_is_killed_or_loses_its_client_is_replaced(owner, training_client):
     training_client.send_signal(signal.SIGKILL)
     wait_for(lambda: not workers(owner.pid), "the worker to end")
-    assert worker.ask("query", RecordDict(), context())
+    assert warm_worker.ask("query", RecordDict(), context())
     (pid,) = workers(owner.pid)
     os.kill(fork_of(pid), signal.SIGKILL)  # its socket stays
     wait_for(lambda: not workers(owner.pid), "the worker to end")
-    assert worker.ask("query", RecordDict(), context())
+    assert warm_worker.ask("query", RecordDict(), context())
 
 
 @pytest.mark.slow
@@ -205,7 +206,7 @@ def test_a_working_worker_ends_with_its_owner(owner, home, training_client, tmp_
 @pytest.mark.slow
 def test_another_app_has_another_worker(owner, home, tmp_path, python):
     """Its code is in another folder, while this checkout is the working directory."""
-    worker.ask("query", RecordDict(), context())
+    warm_worker.ask("query", RecordDict(), context())
     (old,) = workers(owner.pid)
     shutil.copytree(ROOT / "ravan_flwr", tmp_path / "ravan_flwr")
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
@@ -215,11 +216,11 @@ def test_another_app_has_another_worker(owner, home, tmp_path, python):
 import os, sys, tempfile
 sys.path.insert(0, {str(tmp_path)!r})
 from flwr.app import Context, RecordDict
-from ravan_flwr.client import worker
+from ravan_flwr.client import warm_worker
 tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
 node = {{"partition-id": 0, "num-partitions": 1}}
 context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run_config={{}})
-print(list(worker.ask("query", RecordDict(), context)))
+print(list(warm_worker.ask("query", RecordDict(), context)))
 """
     output = tmp_path / "told"
     assert python.start(["-c", program], log=output).wait() == 0, output.read_text()
@@ -239,7 +240,8 @@ def test_a_new_run_reads_its_examples_again(owner, tmp_path):
         datasets.Dataset.from_dict(table).to_parquet(tmp_path / "digits.parquet")
         query_context = context(**node_config)
         query_context.run_id = run_id
-        return worker.ask("query", RecordDict(), query_context).config_records["client"]["examples"]
+        answer = warm_worker.ask("query", RecordDict(), query_context)
+        return answer.config_records["client"]["examples"]
 
     assert [num_examples(10, 2), num_examples(20, 2), num_examples(30, 3)] == [10, 10, 30]
     assert len(workers(owner.pid)) == 1
@@ -261,7 +263,7 @@ def test_a_worker_of_a_device_counts_as_on_a_device(monkeypatch):
             "message-type": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
             "node-config": {"partition-id": 0, "num-partitions": 2},
         }  # fmt: skip
-        worker._compute_answer(header, RecordDict(), RecordDict(), new=False)
+        warm_worker._compute_answer(header, RecordDict(), RecordDict(), new=False)
     assert on_device == [False, True]
 
 
@@ -276,8 +278,9 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
 
 def test_an_idle_worker_ends(owner, home, python):
     program = (
-        "import sys; from pathlib import Path; from ravan_flwr.client import worker; "
-        "worker.IDLE_SECONDS = 1; worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
+        "import sys; from pathlib import Path; from ravan_flwr.client import warm_worker; "
+        "warm_worker.IDLE_SECONDS = 1; "
+        "warm_worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
     )
     path = home / "idle.sock"
     done = python.run(["-c", program, str(path), str(owner.pid)])
@@ -323,5 +326,5 @@ def test_an_unsafe_existing_folder_is_replaced_by_a_new_one(kind, owner, home, c
     assert private_folder() == folder  # all of a SuperNode's processes use it
     if kind == "wide":
         for _ in range(2):
-            assert worker.ask("query", RecordDict(), context())
+            assert warm_worker.ask("query", RecordDict(), context())
             assert len(workers(owner.pid)) == 1

@@ -105,7 +105,7 @@ def _start(path: Path, owner: int) -> Connection:
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         # -P: import nothing from the working directory, which may be another checkout.
-        [sys.executable, "-P", "-m", "ravan_flwr.client.worker", str(path), str(owner)],
+        [sys.executable, "-P", "-m", "ravan_flwr.client.warm_worker", str(path), str(owner)],
         env=os.environ | {"PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
     )
