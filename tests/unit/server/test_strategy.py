@@ -596,7 +596,7 @@ def test_with_krum_fewer_than_five_replies_change_nothing(weighting, caplog):
 
 
 def test_with_krum_a_device_that_trains_a_part_is_not_eligible(caplog):
-    """Its budget is set on the device, so no setting of the server tells of it."""
+    """Its budget is set on the device, and no setting of the server has it."""
     nodes = Nodes(6)
     nodes.registered[13] = replace(nodes.registered[13], budget_fraction=0.5)  # partition 3
     with caplog.at_level("INFO"):
