@@ -39,6 +39,8 @@ FLAGS = "flags"
 TESTS = {
     "server/aggregation": "unit/server/test_aggregation.py unit/server/test_update_norm_check.py "
     "properties/test_robust.py properties/test_lies.py properties/test_methods.py",
+    "server/robust": "properties/test_robust.py unit/server/test_attackers.py "
+    "unit/server/test_update_norm_check.py",
     "server/update_norm_check": "unit/server/test_update_norm_check.py "
     "unit/server/test_aggregation.py unit/server/test_attackers.py properties/test_lies.py",
     "methods/tensors": "unit/methods/test_tensors.py unit/methods/test_extensions.py "

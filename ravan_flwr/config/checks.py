@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.keys import KEYS, ROBUST, as_typed, densities
+from ravan_flwr.config.keys import KEYS, KRUM, ROBUST, as_typed, densities
 from ravan_flwr.methods import METHODS, MIXES, MethodInfo
 from ravan_flwr.specs import MAX_MASKED_CLIENTS, Scalar
 
@@ -110,9 +110,10 @@ def _check_method(values: Values) -> None:
 
 
 def _check_robust(values: Values, key: str, replies: int) -> None:
-    """Raise ValueError for a median or trimmed mean of fewer than three replies."""
-    if values["weighting"] in ROBUST and replies < 3:
-        expected = "at least 3, since of two replies none outvotes the other"
+    """Raise ValueError for a robust statistic of too few replies."""
+    needed = ROBUST.get(str(values["weighting"]), 0)
+    if replies < needed:
+        expected = f"at least {needed}, since fewer replies do not outvote a false one"
         raise _conflict(values, "weighting", f"{key} = {replies}", expected, f"raise {key}")
 
 
@@ -120,12 +121,18 @@ def _check_replies(values: Values) -> None:
     _check_order(values, "min-replies", "clients-per-round")
     _check_robust(values, "clients-per-round", int(values["clients-per-round"]))
     has_heads = METHODS[str(values["method"])].has_heads
-    if values["weighting"] in ROBUST and values["head-mean"] != "trained" and has_heads:
+    weighting = values["weighting"]
+    by_coordinate = weighting in ROBUST and weighting not in KRUM
+    if by_coordinate and values["head-mean"] != "trained" and has_heads:
         reason = "clients that leave a head unchanged would outvote the clients that trained it"
         raise _conflict(
             values, "weighting", "head-mean = 'all'", f"'trained', since {reason}",
             "leave one of them out",
         )  # fmt: skip
+    if weighting in KRUM:
+        reason = "it compares whole updates, and clients with small budgets leave out parts"
+        rules = [_only(values, "budgets", "full", reason), _only(values, "max-share", 1.0, reason)]
+        _require(f"weighting = {weighting!r}", "weighting=median", values, rules)
 
 
 def _check_sparsity(values: Values) -> None:
@@ -144,7 +151,7 @@ def _check_sparsity(values: Values) -> None:
         if density < 1 and not supported:
             conflict = f"method {name!r}, whose {reason}"
             raise _conflict(values, "sparsity", conflict, repr(form), "set that, or another method")
-    if sent[1] < 1 and values["weighting"] in ROBUST:
+    if sent[1] < 1 and values["weighting"] in ROBUST and values["weighting"] not in KRUM:
         raise _conflict(
             values, "sparsity", f"weighting = {values['weighting']!r}", "'DOWN:1', since a number "
             "that most clients do not send would never change", "leave one of them out",

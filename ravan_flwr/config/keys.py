@@ -20,7 +20,9 @@ from ravan_flwr.methods.budgets import BUDGETS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
-ROBUST = ("median", "trimmed-mean")  # values of `weighting` in place of a mean
+# Values of `weighting` in place of a mean, and the replies that each needs to outvote a false one.
+ROBUST = {"median": 3, "trimmed-mean": 3, "krum": 5, "multi-krum": 5}
+KRUM = ("krum", "multi-krum")  # those that compare whole updates, so that none may lack a part
 
 
 def key(default: Scalar, text: str, **options: Any) -> Any:
@@ -220,7 +222,9 @@ class Config:
         pattern=f"{_FRACTION}:{_FRACTION}",
         in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16")
     weighting: str = key("uniform", "how replies are combined: a mean with equal weights, or with "
-        "weights by numbers of examples; against a few false replies, a median or a trimmed mean",
+        "weights by numbers of examples; against a few false replies, a median or a trimmed mean "
+        "of each number, or the replies that are closest to the others (one: krum; a mean of "
+        "several: multi-krum)",
         choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (by default 1:0.9), FedAdam is adam (0.01:0.9)",

@@ -18,9 +18,12 @@ that of V^T, of norm 1.
 import math
 from collections.abc import Mapping
 
+from torch.nn import functional as F
+
+from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.fedex_lora import FedExLora
-from ravan_flwr.methods.lora import ProductSums, padded_product
+from ravan_flwr.methods.lora import ProductSums
 
 _ZERO = 1e-12  # singular values up to this part of the largest one count as zero
 
@@ -53,7 +56,9 @@ class SharedProducts(ProductSums):
             nonzero = S[:r] > _ZERO * S[0]
             Bs.append(U[:, :r] * root.where(nonzero, 0.0))
             As.append(root.where(nonzero, 1.0)[:, None] * Vh[:r])
-            residuals.append(padded_product(layer, U[:, r:], S[r:], Vh[r:], rest))
+            residual, missing = ProductSum(layer.out_features, layer.in_features), rest - len(S[r:])
+            residual.add(F.pad(U[:, r:] * S[r:], (0, missing)), F.pad(Vh[r:], (0, 0, 0, missing)))
+            residuals.append(residual)
         scale = self.method.settings.lora_scale
         return self.method.pack(Bs, As) | self.method.add_products(
             self.state, residuals, scale, rest

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
-from ravan_flwr.adapters.lora import product_norm
+from ravan_flwr.adapters.lora import ProductSum, product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import NormLimits
@@ -75,8 +75,12 @@ class StackedProducts(ProductSums):
 
     def close(self) -> Tensors:
         """Return the next state."""
+        return self.next_state(self.sums, self.rank)
+
+    def next_state(self, products: Sequence[ProductSum], rank: int | list[int]) -> Tensors:
+        """Return the state to which these sums of products, of that rank, were added."""
         factor = self.method.settings.lora_scale / self.weight
-        added = self.method.add_products(self.state, self.sums, factor, self.rank)
+        added = self.method.add_products(self.state, products, factor, rank)
         return added | {"rounds": self.state["rounds"] + 1}
 
 

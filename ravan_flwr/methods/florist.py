@@ -11,21 +11,23 @@ is small. Each layer has its own p. The clients' ranks may differ, and every rou
 and a new random A, as in FLoRA. tau = TAU = 0.99: 1 % of the energy is lost in a round at most, so
 the method is not exact. The paper tunes tau for each data set; its code has 0.9 by default.
 
-The sum of all rounds so far travels with every broadcast, as factors while these are small. They
-have one rank for all layers, so a round adds the largest p of a layer, and zeros to the others.
+The sum of all rounds so far travels with every broadcast, as factors while these are small. A round
+adds p to the rank of a layer's factors.
 """
 
 from torch import Tensor
 
+from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.flora import Flora, StackedProducts
-from ravan_flwr.methods.lora import padded_product
 
 TAU = 0.99
 
 
 class Florist(Flora):
     """State: {"residual", "residual-rank", "rounds"}; upload: {"B", "A"}."""
+
+    ranks_differ = True
 
     def open_round(self, state: Tensors) -> "LeadingProducts":
         return LeadingProducts(self, state)
@@ -36,12 +38,15 @@ class LeadingProducts(StackedProducts):
 
     def close(self) -> Tensors:
         """Return the next state."""
-        parts = [total.svd() for total in self.sums]
-        ranks = [smallest_rank(S) for _, S, _ in parts]
-        self.sums, self.rank = [], max(ranks)
-        for layer, p, (U, S, Vh) in zip(self.method.layers, ranks, parts, strict=True):
-            self.sums.append(padded_product(layer, U[:, :p], S[:p], Vh[:p], self.rank))
-        return super().close()
+        leading, ranks = [], []
+        for layer, total in zip(self.method.layers, self.sums, strict=True):
+            U, S, Vh = total.svd()
+            p = smallest_rank(S)
+            product = ProductSum(layer.out_features, layer.in_features)
+            product.add(U[:, :p] * S[:p], Vh[:p])
+            leading.append(product)
+            ranks.append(p)
+        return self.next_state(leading, ranks)
 
 
 def smallest_rank(S: Tensor) -> int:

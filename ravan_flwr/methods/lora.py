@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lora import ProductSum
@@ -171,13 +170,6 @@ class PersonalLora(LoraMethod):
         self.set_factors(adapters, self.read_factors(adapters, BOTH) | dict(personal))
 
 
-def padded_product(layer: Layer, U: Tensor, S: Tensor, Vh: Tensor, rank: int) -> ProductSum:
-    """Return U S V^T as factors of this rank: directions of zero are added to those given."""
-    product, missing = ProductSum(layer.out_features, layer.in_features), rank - len(S)
-    product.add(F.pad(U * S, (0, missing)), F.pad(Vh, (0, 0, 0, missing)))
-    return product
-
-
 class ProductSums:
     """The sum of the clients' B_c A_c for each layer, kept as factors while these are smaller."""
 
@@ -247,10 +239,12 @@ class ResidualLora(LoraMethod):
     """Add the residual to the pretrained weights; the state has {"residual", "residual-rank"}."""
 
     layer_class = ResidualLoRALinear
+    ranks_differ = False  # may the residuals of the layers have different ranks?
 
     def empty_residual(self) -> Tensors:
         """Return the residual's tensors in the initial state: nothing was added."""
-        return {"residual": torch.zeros(0), "residual-rank": torch.zeros(1, dtype=torch.int32)}
+        ranks = torch.zeros(len(self.layers) if self.ranks_differ else 1, dtype=torch.int32)
+        return {"residual": torch.zeros(0), "residual-rank": ranks}
 
     def broadcast_bytes(self, initial: Tensors, fraction: float) -> int:
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
@@ -266,30 +260,28 @@ class ResidualLora(LoraMethod):
 
     def residuals(self, tensors: Mapping[str, Tensor]) -> list["Residual"]:
         """Return each layer's residual, read from checked tensors of the state."""
-        rank = int(check_tensor(tensors, "residual-rank", (1,), torch.int32))
-        sizes = [Residual.size(layer, rank) for layer in self.layers]
+        number = len(self.layers) if self.ranks_differ else 1
+        read = check_tensor(tensors, "residual-rank", (number,), torch.int32)
+        ranks = read.expand(len(self.layers)).tolist()
+        sizes = [Residual.size(*each) for each in zip(self.layers, ranks, strict=True)]
         flat = check_tensor(tensors, "residual", (sum(sizes),), torch.float32)
         return [
-            Residual.read(layer, rank, part)
-            for layer, part in zip(self.layers, flat.split(sizes), strict=True)
+            Residual.read(*each) for each in zip(self.layers, ranks, flat.split(sizes), strict=True)
         ]
 
     def add_products(
-        self, state: Tensors, products: Sequence[ProductSum], factor: float, rank: int
+        self, state: Tensors, products: Sequence[ProductSum], factor: float, rank: int | list[int]
     ) -> Tensors:
         """Return the residual of the next state: the old one plus factor * products.
 
-        `rank` is the sum of the products' ranks in each layer.
+        `rank` is the sum of the products' ranks in each layer, or a list of them if these differ.
         """
-        rank += int(state["residual-rank"])
-        added = [
-            residual.plus(product, factor, rank).flat()
-            for residual, product in zip(self.residuals(state), products, strict=True)
-        ]
-        return {
-            "residual": torch.cat(added),
-            "residual-rank": torch.tensor([rank], dtype=torch.int32),
-        }
+        ranks = state["residual-rank"] + torch.tensor(rank, dtype=torch.int32)
+        each = zip(
+            self.residuals(state), products, ranks.expand(len(self.layers)).tolist(), strict=True
+        )
+        added = [residual.plus(product, factor, rank).flat() for residual, product, rank in each]
+        return {"residual": torch.cat(added), "residual-rank": ranks}
 
 
 class Residual:

@@ -25,9 +25,10 @@ from torch import Tensor
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.changes import apply_change, find_start
 from ravan_flwr.messages.wire import check_overflow
-from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
+from ravan_flwr.methods.base import Method, Sums, Tensors, expand_to_state, split_classifier
 from ravan_flwr.methods.extensions import Calibration, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansByNorm, check_form, check_names, check_tensor
+from ravan_flwr.server.robust import RobustRound
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from ravan_flwr.training.adapted_model import FINGERPRINT
 
@@ -87,7 +88,7 @@ class Aggregate:
     """One round's sums: the method's, and the classifier's mean if it is trained.
 
     `check` and `add` take one upload: `check` may refuse it, `add` cannot fail. `robust` replaces
-    means by medians or trimmed means, for methods whose next state is a mean.
+    means by a statistic of robust.py, for methods whose next state is a mean.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class Aggregate:
     ) -> None:
         self.method, self.limit, self._norms = method, limit, norm_limits(method)
         self._state, self._classifier = split_classifier(state)
-        self._robust = robust != "none"
         # Broadcasts by budget fraction; the cache stays small with any number of clients.
         self._sent = lru_cache(maxsize=KEPT_BROADCASTS)(partial(method.broadcast, self._state))
-        self._rounds: tuple[Sums, Sums] = (
-            (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
+        self._robust = robust != "none"
+        self._rounds: tuple[Sums, ...] = (
+            (RobustRound(self._state | self._classifier, robust),)
             if self._robust
             else (method.open_round(self._state), Means(self._classifier))
         )
@@ -132,12 +133,14 @@ class Aggregate:
         step: float = 0.0,
     ) -> None:
         """Add an upload that was checked, with the norms that `check` returned."""
-        method_part = self._method_part(upload)
-        if self._robust:
-            method_part = self.method.expand_upload(method_part, self._state)
-        of_method, of_classifier = self._rounds
-        of_method.add(method_part, weight)
-        of_classifier.add(upload, weight)
+        state = self._state | self._classifier
+        added = (
+            [expand_to_state(self.method, state, upload)]
+            if self._robust
+            else [self._method_part(upload), upload]
+        )
+        for sums, tensors in zip(self._rounds, added, strict=True):
+            sums.add(tensors, weight)
         self.count += 1
         self._step = max(self._step, step)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
@@ -156,8 +159,9 @@ class Aggregate:
         """
         if not self.count:
             return self._state | self._classifier
-        of_method, of_classifier = self._rounds
-        new = of_method.close() | of_classifier.close()
+        new: Tensors = {}
+        for sums in self._rounds:
+            new |= sums.close()
         method_norms = self._norms.norm_bounds(self._state, self._alone)
         self.limit.check_state(self._state | self._classifier, new, method_norms, self._step)
         return new
@@ -284,65 +288,3 @@ class CalibrationSums:
         """Return the fixed tensors, and the tensors that they change in the initial state."""
         mean = self.sums.close()[self.calibration.name]
         return self.calibration.make(mean.split(self.calibration.sizes))
-
-
-# Robust sums (Yin et al., 2018), over the clients that trained a coordinate. NaN marks a client
-# that did not, because it left out the head. One or two values cannot outvote a false one. So a
-# coordinate that fewer than three clients trained keeps its value: a client that claims a larger
-# budget than the others, and alone trains some heads, does not change them.
-#
-# Guarantee for a coordinate that n >= 3 clients trained: the median is between honest values if
-# fewer than n / 2 clients are false. The trimmed mean is if at most max(1, floor(n / 5)) are false,
-# as many as it cuts off at one end. Every reply of a round is kept until the round closes.
-
-TRIMMED = 0.2  # fraction of the replies that is cut off at either end; at least one reply
-MIN_VALUES = 3  # values needed to outvote a false one
-
-_BLOCK = 2**18  # numbers of all replies that are sorted at a time
-
-
-class RobustRound:
-    """Keep the replies of a round, in the state's shapes; return their median or trimmed mean."""
-
-    def __init__(self, state: Tensors, statistic: str) -> None:
-        self.state, self.statistic = state, statistic
-        self.replies: dict[str, list[Tensor]] = {name: [] for name in state}
-
-    def add(self, filled: Mapping[str, Tensor], weight: float) -> None:  # noqa: ARG002
-        """Add a reply; all replies have the same weight."""
-        for name, tensors in self.replies.items():
-            tensors.append(filled[name])
-
-    def close(self) -> Tensors:
-        """Return the next state."""
-        return {name: self._close(name, tensors) for name, tensors in self.replies.items()}
-
-    def _close(self, name: str, replies: list[Tensor]) -> Tensor:
-        """Return the median or trimmed mean, computed block by block to bound the memory."""
-        if not replies:
-            return self.state[name]
-        old = self.state[name].reshape(-1)
-        flat = [reply.reshape(-1) for reply in replies]
-        new = torch.empty_like(old)
-        side = max(1, _BLOCK // len(flat))
-        for start in range(0, len(old), side):
-            part = slice(start, start + side)
-            new[part] = median_or_trimmed_mean(
-                old[part], [reply[part] for reply in flat], self.statistic
-            )
-        return new.view(self.state[name].shape)
-
-
-def median_or_trimmed_mean(old: Tensor, replies: list[Tensor], statistic: str) -> Tensor:
-    """Return each coordinate's median, or its mean without the largest and smallest values."""
-    stacked = torch.stack(replies).double()
-    ordered = stacked.nan_to_num(torch.inf).sort(dim=0).values  # missing values last
-    number = (~stacked.isnan()).sum(0)
-    cut = (number * TRIMMED).long().clamp(min=1)
-    if statistic == "median":
-        cut = (number - 1).div(2, rounding_mode="floor")
-    rank = torch.arange(len(replies)).view(-1, *[1] * old.ndim)
-    mask = (rank >= cut) & (rank < number - cut)
-    total = torch.where(mask, ordered, 0.0).sum(0)
-    mean = total / mask.sum(0).clamp(min=1)
-    return torch.where(number >= MIN_VALUES, mean, old.double()).float()

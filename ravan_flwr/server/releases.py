@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from flwr.app import ArrayRecord, Message, MessageType
 
+from ravan_flwr.config.keys import ROBUST
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import num_bytes, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -23,7 +24,6 @@ from ravan_flwr.methods.base import CLASSIFIER, Tensors, split_classifier
 from ravan_flwr.optional import RELEASES, load
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import (
-    MIN_VALUES,
     Aggregate,
     CalibrationSums,
     check_upload,
@@ -190,10 +190,10 @@ class Mean:
         Raise ValueError if the round has no effect.
         """
         robust, count = self.config.robust, self.sums.count
-        if robust != "none" and count < MIN_VALUES:
+        if robust != "none" and count < ROBUST[robust]:
             log.warning(
                 "round %d: %d replies came, and weighting = %r changes nothing with fewer than %d",
-                self.round.number, count, robust, MIN_VALUES,
+                self.round.number, count, robust, ROBUST[robust],
             )  # fmt: skip
         sums = self.sums
         del self.sums  # in a robust round they hold every reply
@@ -219,7 +219,7 @@ class Calibrated(Mean):
         if self.all_clients:
             round_.enough = math.inf
         if config.robust != "none":
-            round_.min_replies = round_.quorum = max(round_.min_replies, MIN_VALUES)
+            round_.min_replies = round_.quorum = max(round_.min_replies, ROBUST[config.robust])
 
     def draw(self) -> list[RegisteredClient]:
         if not self.all_clients:

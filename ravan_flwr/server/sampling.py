@@ -11,6 +11,7 @@ import torch
 from flwr.app import MessageType
 from flwr.serverapp import Grid
 
+from ravan_flwr.config.keys import KRUM
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -86,9 +87,7 @@ class Sampler:
     def eligible(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """Return the connected clients whose budget fraction allows to train; log the others."""
         clients = self.registry.present(grid)
-        eligible = set(
-            filter(self.method.can_train, {client.budget_fraction for client in clients})
-        )
+        eligible = set(filter(self.can_train, {client.budget_fraction for client in clients}))
         round_log.not_eligible = [
             client.partition_id for client in clients if client.budget_fraction not in eligible
         ]
@@ -101,13 +100,21 @@ class Sampler:
             )  # fmt: skip
         candidates = () if eligible else self.registry.clients.values()
         fractions = sorted({client.budget_fraction for client in candidates})
-        if fractions and not any(map(self.method.can_train, fractions)):  # no client at all
+        if fractions and not any(map(self.can_train, fractions)):  # no client at all
+            whole = self.config.robust in KRUM
+            by = f" with weighting={self.config.weighting}" if whole else ""
             raise ValueError(
-                f"method {self.config.method!r} is trained whole or not at all, and no client "
+                f"method {self.config.method!r}{by} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{f:g}' for f in fractions)}, "
-                "expected one of 1; use a method that can be trained in part, or budgets=full"
+                "expected one of 1; use "
+                + ("weighting=median" if whole else "a method that can be trained in part")
+                + ", or budgets=full"
             )
         return [client for client in clients if client.budget_fraction in eligible]
+
+    def can_train(self, fraction: float) -> bool:
+        """Return whether a client with that budget fraction can train."""
+        return self.method.can_train(fraction) and (fraction >= 1 or self.config.robust not in KRUM)
 
     def available(
         self, eligible: Sequence[RegisteredClient], round_log: RoundLog, min_clients: int = 1

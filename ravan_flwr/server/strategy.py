@@ -323,8 +323,10 @@ class FederatedTuning(Strategy):
 
     def summary(self) -> None:
         """Log the method, its number of trained parameters, and the clients of a round."""
-        steps = list(map(self.federation.steps, self.registry.clients.values()))
-        report_start(self.config, self.method, self.registry, steps)
+        clients = self.registry.clients.values()
+        steps = list(map(self.federation.steps, clients))
+        eligible = sum(self.sampler.can_train(client.budget_fraction) for client in clients)
+        report_start(self.config, self.method, steps, eligible)
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""

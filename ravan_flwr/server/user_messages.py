@@ -13,7 +13,6 @@ from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.runs.console import count, megabytes, minutes
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
-from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import check_precision
@@ -43,16 +42,12 @@ def report_float32(loaded: ModelAndData, config: Config) -> None:
         )
 
 
-def report_start(
-    config: Config, method: Method, registry: ClientRegistry, steps: list[int]
-) -> None:
+def report_start(config: Config, method: Method, steps: list[int], eligible: int) -> None:
     """Log the method, its number of trained parameters, and the clients of a round.
 
-    `steps` are the clients' local steps.
+    `steps` are the clients' local steps, and `eligible` is the number of clients that can train.
     """
-    low, high = min(steps, default=0), max(steps, default=0)
-    fractions = [client.budget_fraction for client in registry.clients.values()]
-    eligible, asked = sum(map(method.can_train, fractions)), config.clients_per_round
+    low, high, asked = min(steps, default=0), max(steps, default=0), config.clients_per_round
     fewer = eligible < asked and not METHODS[config.method].all_clients
     trained = method.trainable_parameters()
     log.info(

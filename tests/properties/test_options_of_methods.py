@@ -15,7 +15,11 @@ from tests.hand_made import Nodes, run
 
 # key -> (values to try, the method's flag, the reason in a refusal)
 OPTIONS = {
-    "weighting": (["median", "trimmed-mean"], "averages", "does not compute its next state"),
+    "weighting": (
+        ["median", "trimmed-mean", "krum", "multi-krum"],
+        "averages",
+        "does not compute its next state",
+    ),
     "server-optimizer": (["momentum:1:0.9", "adam:0.01:0.9"], "averages", "does not compute"),
     "backbone-dtype": (["bfloat16", "8bit", "4bit"], "frozen_backbone", "changes pretrained"),
     "aggregation": (["async"], "asynchronous", "expected one of"),
@@ -38,7 +42,7 @@ def test_every_flag_of_a_method_is_tested():
 @pytest.mark.parametrize(("name", "key", "value"), CASES)
 def test_an_option_is_accepted_or_refused_with_the_methods_name(name, key, value):
     _, mark, reason = OPTIONS[key]
-    settings = {"method": name, key: value}
+    settings = {"method": name, key: value, "clients-per-round": 5}
     if getattr(METHODS[name], mark):
         assert read_config(settings).as_dict()[key] == value
         return
@@ -60,14 +64,15 @@ AVERAGED = [name for name, row in METHODS.items() if row.averages and name != "n
 @pytest.mark.parametrize("weighting", ["uniform", *OPTIONS["weighting"][0]])
 @pytest.mark.parametrize("optimizer", ["none", *OPTIONS["server-optimizer"][0]])
 def test_compatible_options_give_rounds_that_change_the_state(name, weighting, optimizer):
-    nodes = Nodes(method=name)
+    number = 5 if "krum" in weighting else 4
+    nodes = Nodes(number, method=name)
     start = nodes.method.initial_state(nodes.adapters)
     notes, *_ = run(
-        nodes, rounds=3, clients_per_round=4, weighting=weighting, server_optimizer=optimizer,
+        nodes, rounds=3, clients_per_round=number, weighting=weighting, server_optimizer=optimizer,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     records = [record for record in notes.records if record["round"]]
-    assert [len(record["clients"]) for record in records] == [4, 4, 4]
+    assert [len(record["clients"]) for record in records] == [number] * 3
     assert not any(record["rejected"] or "refused" in record for record in records)
     for place, (before, after) in enumerate(
         zip([start, *notes.states], notes.states, strict=False)

@@ -4,19 +4,23 @@ import statistics
 
 import pytest
 import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.serverapp.strategy.multikrum import select_multikrum
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.keys import KEYS, KRUM
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.server.aggregation import Aggregate, median_or_trimmed_mean
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.robust import RobustRound, choose_by_krum, median_or_trimmed_mean
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, some_state, train_client
 
 NUMBERS = st.one_of(st.none(), st.integers(-50, 50))
 HOW = KEYS["weighting"].choices[2:]
+BY_COORDINATE = [how for how in HOW if how not in KRUM]
 ABLE = [name for name, listed in METHODS.items() if listed.averages]
 
 
@@ -35,11 +39,19 @@ def robust_by_loop(values, old, how):
 def test_robust_sums_equal_a_plain_loop(rows):
     replies = [torch.tensor([float("nan") if v is None else float(v) for v in r]) for r in rows]
     old = torch.tensor([7.0, 8.0, 9.0])
-    for how in HOW:
+    for how in BY_COORDINATE:
         expected = [robust_by_loop([row[i] for row in rows], float(old[i]), how) for i in range(3)]
         torch.testing.assert_close(
             median_or_trimmed_mean(old, replies, how), torch.tensor(expected, dtype=torch.float32)
         )
+
+
+def test_an_unknown_statistic_is_refused():
+    replies = [torch.zeros(2)] * 5
+    with pytest.raises(ValueError, match="statistic = 'mode': expected median or trimmed-mean"):
+        median_or_trimmed_mean(torch.zeros(2), replies, "mode")
+    with pytest.raises(ValueError, match="statistic = 'median': expected krum or multi-krum"):
+        choose_by_krum([replies], 5, "median")
 
 
 def accumulate(method, state, uploads, robust):
@@ -79,13 +91,13 @@ def test_identical_replies_and_their_order_change_nothing(name, how):
     uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(5)]
     forth, back = (accumulate(method, state, order, how) for order in (uploads, uploads[::-1]))
     assert all(torch.equal(forth[key], back[key]) for key in forth)
-    same = accumulate(method, state, uploads[:1] * 4, how)
+    same = accumulate(method, state, uploads[:1] * 5, how)
     alone = accumulate(method, state, uploads[:1], "none")
     for key, tensor in alone.items():
         torch.testing.assert_close(same[key], tensor)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BY_COORDINATE)
 def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
     method, adapters = build("ravan")
     state = some_state(method, adapters)
@@ -128,7 +140,7 @@ def test_two_replies_do_not_change_the_state():
         for row, heads in zip(count, method.heads_in(upload), strict=True):
             row[heads] += 1
     assert (count < 3).any()
-    for how in HOW:
+    for how in BY_COORDINATE:
         got = accumulate(method, state, small + lies[:1], how)["H"]
         assert torch.equal(got[count < 3], state["H"][count < 3])
         assert (got - state["H"]).abs().max() < 100
@@ -142,3 +154,119 @@ def test_robust_weighting_needs_three_clients_a_round():
         ValueError, match="weighting = 'median': got clients-per-round = 2, expected"
     ):
         read_config({"weighting": "median", "clients-per-round": 2})
+
+
+# Krum.
+
+
+def krum_by_definition(vectors, false):
+    """Return the numbers of the vectors by rising score (Blanchard et al., 2017, section 4)."""
+    scores = []
+    for i, vector in enumerate(vectors):
+        distances = sorted(
+            sum((x - y) ** 2 for x, y in zip(vector, other, strict=True))
+            for j, other in enumerate(vectors)
+            if j != i
+        )
+        scores.append(sum(distances[: len(vectors) - false - 2]))
+    return sorted(range(len(vectors)), key=lambda i: scores[i])
+
+
+def largest_number_of_liars(number):
+    return max(f for f in range(number) if number >= 2 * f + 3)
+
+
+@pytest.mark.parametrize("number", range(5, 14))
+@pytest.mark.parametrize("size", [1, 7, 90_000])
+def test_krum_takes_the_replies_of_the_definition_and_of_flower(number, size):
+    """90,000 numbers are several blocks. Flower's function has squared distances by x x - 2 x y."""
+    random = torch.Generator().manual_seed(number)
+    vectors = torch.randn(number, size, generator=random)
+    false = largest_number_of_liars(number)
+    tensors = [[v[: size // 2] for v in vectors], [v[size // 2 :].view(-1, 1) for v in vectors]]
+    got = {how: choose_by_krum(tensors, number, how) for how in KRUM}
+    contents = [
+        RecordDict({"arrays": ArrayRecord({"x": Array(vector.double().numpy())})})
+        for vector in vectors
+    ]
+    for how, kept in (("krum", 1), ("multi-krum", number - false)):
+        if size < 100:
+            assert got[how] == krum_by_definition(vectors.double().tolist(), false)[:kept]
+        flowers = select_multikrum(contents, false, kept)
+        places = [[content is one for one in contents].index(True) for content in flowers]
+        assert got[how] == places
+
+
+@given(
+    st.lists(st.lists(st.integers(-50, 50), min_size=3, max_size=3), min_size=5, max_size=11),
+    st.data(),
+)
+def test_colluding_replies_far_away_do_not_change_krum(rows, data):
+    """Replacing f replies by others far away leaves an honest choice, and for multi-Krum the mean
+    of all honest replies."""
+    false = largest_number_of_liars(len(rows))
+    liars = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=false, unique=True))
+    lies = data.draw(st.lists(st.integers(1000, 10**9), min_size=false, max_size=false))
+    if data.draw(st.booleans()):  # they agree
+        lies = lies[:1] * false
+    honest = [row for number, row in enumerate(rows) if number not in liars]
+    sent = list(rows)
+    for number, lie in zip(liars, lies, strict=False):
+        sent[number] = [lie, lie, lie]
+    state = {"x": torch.full((2,), 7.0), "y": torch.full((1,), 7.0)}
+    results = {}
+    for how in KRUM:
+        sums = RobustRound(state, how)
+        for row in sent:
+            sums.add({"x": torch.tensor(row[:2]).float(), "y": torch.tensor(row[2:]).float()}, 1.0)
+        results[how] = torch.cat(list(sums.close().values()))
+    assert results["krum"].tolist() in honest
+    if len(liars) == false:
+        expected = torch.tensor(honest).double().mean(0).float()
+        torch.testing.assert_close(results["multi-krum"], expected)
+    low, high = torch.tensor(honest).min(0).values, torch.tensor(honest).max(0).values
+    assert (results["multi-krum"] >= low).all()
+    assert (results["multi-krum"] <= high).all()
+
+
+def test_krum_takes_one_reply_for_all_tensors_and_a_median_does_not():
+    """The replies that agree in one tensor differ in the other, so a choice by tensor differs."""
+    method, adapters = build("fedit")
+    state = some_state(method, adapters) | {CLASSIFIER: torch.zeros(4)}
+    uploads = [
+        train_client(method, adapters, state, 1.0, seed)
+        | {CLASSIFIER: torch.full((4,), 9.0 * seed)}
+        for seed in range(6)
+    ]
+    new = accumulate(method, state, [(upload, 1.0) for upload in uploads], "krum")
+    (taken,) = [upload for upload in uploads if torch.equal(upload[CLASSIFIER], new[CLASSIFIER])]
+    assert all(torch.equal(taken[name], new[name]) for name in new)
+    median = accumulate(method, state, [(upload, 1.0) for upload in uploads], "median")
+    assert not any(torch.equal(median["B"], upload["B"]) for upload in uploads)
+
+
+@pytest.mark.parametrize("how", KRUM)
+def test_four_replies_outvote_no_false_one_by_krum(how):
+    method, adapters = build("fedit")
+    state = some_state(method, adapters)
+    uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(4)]
+    assert accumulate(method, state, uploads, how).keys() == state.keys()
+    new = accumulate(method, state, uploads, how)
+    assert all(torch.equal(new[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("how", KRUM)
+@pytest.mark.parametrize(
+    "partial", [{"budgets": "skewed-right"}, {"limits": "max-share=0.5"}], ids=str
+)
+def test_krum_is_refused_where_clients_train_different_parts(how, partial):
+    with pytest.raises(ValueError, match=f"weighting = '{how}': got .* compares whole updates"):
+        read_config({"weighting": how, "clients-per-round": 5} | partial)
+    # A mean over all clients is the mean over those that trained, since all train everything.
+    read_config({"weighting": how, "clients-per-round": 5, "head-mean": "all"})
+
+
+def test_krum_needs_five_clients_a_round():
+    message = "weighting = 'krum': got clients-per-round = 4, expected at least 5"
+    with pytest.raises(ValueError, match=message):
+        read_config({"weighting": "krum", "clients-per-round": 4})

@@ -142,6 +142,7 @@ def test_incompatible_settings_are_refused_before_any_load(what):
     [
         {"method": "full", "sparsity": "1:1/4"},
         {"weighting": "median", "sparsity": "1/4:1"},
+        {"weighting": "krum", "sparsity": "1:1/4", "clients-per-round": 5},
         {"privacy": "client", "epsilon": 8, "sparsity": "1/4:1/16"},
         {"privacy": "example", "epsilon": 8, "sparsity": "0.25:1/16"},
         {"aggregation": "async", "sparsity": "1/4:1/4", "wire": "int8"},

@@ -26,7 +26,8 @@ def test_payloads_equal_the_formulas(name):
         turn = method.in_round(number)
         up, down = formula_of(name)(shapes, number)
         once = shapes.both if (name, number) == ("fed-sb", 1) else 0  # sent beside the state
-        counters = 4 * len(state.keys() & {"residual-rank", "rounds", "clients"})
+        counts = state.keys() & {"residual-rank", "rounds", "clients"}
+        counters = bytes_of({key: state[key] for key in counts})
         assert bytes_of(turn.broadcast(state, 1.0)) - counters == 4 * (down - once)
         uploads = [train_client(turn, adapters, state, 1.0, seed) for seed in range(CLIENTS)]
         for upload in uploads:

@@ -17,6 +17,8 @@ FEW_BITS = {"backbone-dtype": "8bit", "init": "first-round"}
         ("weighting", ASYNC | {"weighting": "median"}, {"buffer-size": 3}),
         ("weighting", {"weighting": "median", "head-mean": "all"}, {"head-mean": "trained"}),
         ("weighting", {"weighting": "median", "head-mean": "all"}, {"method": "fedit"}),
+        ("weighting", {"weighting": "krum", "clients-per-round": 4}, {"clients-per-round": 5}),
+        ("weighting", ASYNC | {"weighting": "krum", "clients-per-round": 5}, {"buffer-size": 5}),
         ("sparsity", {"weighting": "median", "sparsity": "1:0.5"}, {"sparsity": "0.5:1"}),
         ("sparsity", {"weighting": "median", "sparsity": "1:0.5"}, {"weighting": "uniform"}),
         ("sparsity", {"sparsity": "1:0"}, {"sparsity": "1:0.1"}),

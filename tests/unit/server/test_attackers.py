@@ -1,6 +1,7 @@
 """One hostile node of four: its reply is rejected, and no other is affected."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
+from tests.methods import train_client
 
 __all__ = ["fake_clock"]
 
@@ -74,6 +76,44 @@ def test_an_invalid_answer_to_the_query_refuses_its_node_alone():
     _, strategy, _ = train_all(Attacked(BadAnswer()), rounds=1)
     assert strategy.registry.clients.keys() == {11, 13, 14}
     assert "cannot be read: KeyError" in strategy.registry.refused[12]
+
+
+class Opposite(Attacker):
+    """Send the opposite of the honest change, ten times as large: no limit rejects it here."""
+
+    def reply(self, honest, message):
+        sent, upload = from_record(message.content["arrays"]), from_record(honest.content["arrays"])
+        for name in ("B", "A"):
+            upload[name] = sent[name] - 10 * (upload[name] - sent[name])
+        honest.content["arrays"] = to_record(upload)
+        return honest
+
+
+@pytest.mark.parametrize(("weighting", "taken"), [("krum", 1), ("multi-krum", 5)])
+def test_a_false_reply_that_no_check_rejects_is_outvoted_by_krum(weighting, taken):
+    """Of seven replies f = 2 may be false. Multi-Krum averages five of the six honest ones."""
+    settings = {"rounds": 2, "clients_per_round": 7, "method": "fedit"}
+    nodes = Attacked(Opposite(), number=7, method="fedit")
+    notes, _, _ = train_all(nodes, weighting=weighting, **settings)
+    state = nodes.method.initial_state(nodes.adapters)
+    for record, new in zip(notes.records, notes.states, strict=True):
+        assert (len(record["clients"]), record["rejected"]) == (7, [])
+        honest = [
+            train_client(nodes.method, nodes.adapters, state, 1.0, partition)
+            for partition in (0, 1, 3, 4, 5, 6)  # the attacker has partition 2
+        ]
+        means = [
+            {name: torch.stack([upload[name] for upload in uploads]).mean(0) for name in state}
+            for uploads in itertools.combinations(honest, taken)
+        ]
+        assert any(all(torch.allclose(new[n], mean[n], atol=1e-5) for n in state) for mean in means)
+        state = new
+    # The plain mean is far from the mean of the honest replies.
+    alone, attacked = (
+        train_all(Attacked(one, number=7, method="fedit"), **settings)[0].states[-1]
+        for one in (Attacker(), Opposite())
+    )
+    assert all((alone[n] - attacked[n]).norm() > 0.5 * alone[n].norm() for n in state)
 
 
 RATE, STEPS = 1.0, 100  # so many that no other check rejects these nodes

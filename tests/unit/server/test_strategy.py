@@ -584,6 +584,32 @@ def test_with_robust_weighting_fewer_than_three_replies_change_nothing(caplog):
     assert "2 replies came, and weighting = 'median' changes nothing" in caplog.text
 
 
+@pytest.mark.parametrize("weighting", ["krum", "multi-krum"])
+def test_with_krum_fewer_than_five_replies_change_nothing(weighting, caplog):
+    notes, _, _ = train_all(Nodes(4), weighting=weighting, clients_per_round=5)
+    assert not notes.states[0]["H"].any()
+    assert f"4 replies came, and weighting = '{weighting}' changes nothing" in caplog.text
+    with pytest.raises(RuntimeError, match="round 0: got 4 valid replies, expected at least .* 5"):
+        train_all(
+            Nodes(4, method="fed-sb"), method="fed-sb", weighting=weighting, clients_per_round=5
+        )
+
+
+def test_with_krum_a_device_that_trains_a_part_is_not_eligible(caplog):
+    """Its budget is set on the device, and no setting of the server has it."""
+    nodes = Nodes(6)
+    nodes.registered[13] = replace(nodes.registered[13], budget_fraction=0.5)  # partition 3
+    with caplog.at_level("INFO"):
+        notes, _, _ = train_all(nodes, weighting="krum", clients_per_round=6)
+    record = notes.records[0]
+    assert [one["partition-id"] for one in record["clients"]] == [0, 1, 2, 4, 5]
+    assert record["not-eligible"] == [3]
+    assert "5 clients a round" in caplog.text
+    nodes = Nodes(5, budget_fraction=0.5)
+    with pytest.raises(ValueError, match="'ravan' with weighting=krum is trained whole or not"):
+        train_all(nodes, weighting="krum", clients_per_round=5)
+
+
 def test_a_robust_calibration_needs_three_replies():
     message = "round 0: got 2 valid replies, expected at least min-replies = 3"
     with pytest.raises(RuntimeError, match=message):

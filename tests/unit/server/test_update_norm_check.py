@@ -169,7 +169,7 @@ CALIBRATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
+@pytest.mark.parametrize("robust", ["median", "trimmed-mean", "krum", "multi-krum"])
 @pytest.mark.parametrize(("name", "changes"), CALIBRATED)
 def test_one_false_reply_of_five_does_not_affect_a_robust_calibration(name, changes, robust):
     method, _ = build(name, **changes)
@@ -177,7 +177,7 @@ def test_one_false_reply_of_five_does_not_affect_a_robust_calibration(name, chan
     size = method.calibration.bytes_up // 4
     honest = [
         {key: torch.randn(size, generator=torch.Generator().manual_seed(1)) * (1 + n / 1e6)}
-        for n in range(4)
+        for n in range(5)
     ]
     results = []
     for lies in ([], [{key: -honest[0][key]}]):
