@@ -22,7 +22,10 @@ def add(commands: Commands) -> None:
         option("--page", type=Path, metavar="PAGE.md",
             help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
-            help="run nothing: write the tables of finished runs"), *shared,
+            help="run nothing: write the tables of finished runs"),
+        option("--plan", action="store_true",
+            help="print the number of runs and about how long they take, from a round of each "
+            "table that is tried; run nothing else"), *shared,
         note="docs/compare.md describes it.")
     add_command(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
@@ -44,7 +47,8 @@ def _check_options(parsed: argparse.Namespace) -> None:
 
 
 def _study(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.lab.running import run_study  # noqa: PLC0415
+    from ravan_flwr.lab.planning import plan_study  # noqa: PLC0415
+    from ravan_flwr.lab.running import RunOptions, run_study  # noqa: PLC0415
     from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
 
     if not parsed.file.is_file():
@@ -59,6 +63,10 @@ def _study(parsed: argparse.Namespace) -> None:
         check_device(str(overrides.get("device", AUTO)))
     log_to_stdout()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
+    if parsed.plan:
+        run_options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
+        plan_study(parsed.file, folder, run_options, parsed.page, overrides)
+        return
     options = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
     if not run_study(parsed.file, folder, *options, overrides=overrides) and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")

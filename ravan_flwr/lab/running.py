@@ -141,14 +141,14 @@ def _run(
             gpu_slots.put(gpu_slot)
 
     def report(run: PlannedRun, line: str) -> None:
-        if match := _ROUND.search(line):
+        if match := ROUND_LINE.search(line):
             left = minutes(clock.round(run, float(match["seconds"])))
             log.info(
                 "%d/%d  left %s  %s: %s", todo.index(run) + 1, len(todo), left, names[run], match[1]
             )
 
     names = _names(todo)
-    children, pool = _Children(), ThreadPoolExecutor(options.jobs)
+    children, pool = Children(), ThreadPoolExecutor(options.jobs)
     clock = _Clock(todo, options.jobs)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
@@ -176,7 +176,7 @@ def _names(runs: Sequence[PlannedRun]) -> dict[PlannedRun, str]:
 
 
 # What a run logs for each round, by `runs.console.Progress`.
-_ROUND = re.compile(r"(round +\d+/\d+  .*?  (?P<seconds>\d+\.\d) s)  left ")
+ROUND_LINE = re.compile(r"(round +\d+/\d+  .*?  (?P<seconds>\d+\.\d) s)  left ")
 
 
 class _Clock:
@@ -221,7 +221,7 @@ class _Clock:
         return (left + fmean(self._others.values()) * to_begin) / self._jobs
 
 
-class _Children:
+class Children:
     """Start the processes of runs, each in a thread that waits for it, and terminate them."""
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -82,6 +83,22 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     main(["study", str(path), "--output", str(folder)])  # all runs are done
     assert (folder / "results.md").read_text() == text
     assert "4 runs, 4 of them done" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_study_tries_one_round(tmp_path, capsys, forked_runs):
+    """Its ten thousand rounds would take minutes; with the two seeds of a row there are 4 runs."""
+    path = write(tmp_path, settings=SETTINGS | {"num-rounds": 10_000, "eval-every": 10_000})
+    main(["study", str(path), "--plan", "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "4 runs, 0 of them done" in printed
+    assert not (tmp_path / "out").exists()
+    times = re.findall(r"([\d.]+) s to (start|train a round|evaluate)", printed)
+    start, training, evaluation = (float(seconds) for seconds, _ in times)
+    assert min(start, training, evaluation) > 0
+    hours, minutes = map(int, re.findall(r"time: about (\d+) h (\d+) min", printed)[0])
+    # Printed to two digits.
+    expected = 4 * (start + 10_000 * training + evaluation)
+    assert 3600 * hours + 60 * minutes == pytest.approx(expected, rel=0.06, abs=60)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Documents refer to existing links, headings, pictures, files, and tests."""
 
 import re
+import tomllib
 
 import pytest
 
@@ -95,3 +96,14 @@ def test_words_to_replace_are_found(tmp_path):
         "ravan_flwr/module.py:5: 'Tell'",
         "ravan_flwr/module.py:6: 'goes on'",
     ]
+
+
+def test_the_badges_are_those_of_the_project_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "badges.svg").read_text())
+    shown = dict(zip(badges[::2], badges[1::2], strict=True))
+    assert shown["Python"] == project["requires-python"].removeprefix(">=") + "+"
+    (flower,) = (name for name in project["dependencies"] if name.startswith("flwr["))
+    (oldest, below) = re.findall(r"1\.(\d+)", flower)
+    assert shown["Flower"] == f"1.{oldest} to 1.{int(below) - 1}"
+    assert f"license: {shown['license']}\n" in (ROOT / "CITATION.cff").read_text()

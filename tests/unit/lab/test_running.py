@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr.lab.choosing import candidates
 from ravan_flwr.lab.results import Results
-from ravan_flwr.lab.running import _ROUND, RunOptions, _Clock, run_missing, run_study
+from ravan_flwr.lab.running import ROUND_LINE, RunOptions, _Clock, run_missing, run_study
 from ravan_flwr.lab.spec import PlannedRun, read_study
 from ravan_flwr.runs.console import Progress, log_to_stdout
 from tests.hand_made import CLIENT, ROUND
@@ -146,7 +146,7 @@ def test_a_runs_lines_of_rounds_are_recognised(capsys):
     progress.round(record)
     progress.close()
     (line,) = capsys.readouterr().out.splitlines()
-    match = _ROUND.search(line)
+    match = ROUND_LINE.search(line)
     assert match is not None
     assert match["seconds"] == "0.1"
     assert match[1].startswith("round  1/20  train loss 1.0000  accuracy 0.5")

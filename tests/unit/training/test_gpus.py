@@ -396,7 +396,7 @@ def test_each_run_of_a_study_has_its_own_gpu(tmp_path, monkeypatch):
         both.wait(60)
         return "stopped"
 
-    monkeypatch.setattr(running._Children, "run", run)
+    monkeypatch.setattr(running.Children, "run", run)
     running.run_study(file, tmp_path / "runs", jobs=2)
     assert sorted(visible) == ["GPU-000aaaa-bbbb", "GPU-111aaaa-bbbb"]
     # A run that names its GPU must see it.
