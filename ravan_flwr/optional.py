@@ -14,7 +14,7 @@ TRANSPORTS = {
 }
 # How updates become the next state (`Config.release`).
 RELEASES = {
-    "mean": "ravan_flwr.server.releases:Mean",
+    "mean": "ravan_flwr.server.releases:Release",
     "client": "ravan_flwr.server.noised:Noised",
     "example": "ravan_flwr.extras.example_privacy.release:Counted",
     "masked": "ravan_flwr.extras.secure.release:Masked",

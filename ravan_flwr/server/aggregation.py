@@ -37,7 +37,7 @@ BETA2, EPSILON = 0.99, 1e-3  # of FedAdam
 KEPT_BROADCASTS = 4  # budget fractions whose broadcasts are cached during a round
 
 
-def outgoing(method: Method, state: Tensors, fraction: float) -> Tensors:
+def make_broadcast(method: Method, state: Tensors, fraction: float) -> Tensors:
     """Return the tensors that a client with that budget fraction is sent."""
     method_part, classifier = split_classifier(state)
     return method.broadcast(method_part, fraction) | classifier
@@ -55,12 +55,12 @@ def check_upload(
         check_form(upload, name, tensor.shape, torch.float32)
 
 
-def moved(method: Method, change: Tensors, fraction: float, state: Tensors) -> Tensors:
+def upload_from_change(method: Method, change: Tensors, fraction: float, state: Tensors) -> Tensors:
     """Return the upload that a checked change of the state makes, at that budget fraction."""
-    return apply_change(method, change, outgoing(method, state, fraction))
+    return apply_change(method, change, make_broadcast(method, state, fraction))
 
 
-def rebased(
+def rebase(
     method: Method,
     upload: Tensors,
     fraction: float,
@@ -73,7 +73,7 @@ def rebased(
     So an update that began from an earlier state becomes one of the present state.
     """
     before, after = (
-        find_start(method, upload, outgoing(method, state, fraction))
+        find_start(method, upload, make_broadcast(method, state, fraction))
         for state in (old_state, new_state)
     )
     return {
@@ -105,24 +105,24 @@ class Aggregate:
             else (method.open_round(self._state), Means(self._classifier))
         )
         self.count = 0  # accepted uploads
-        self._step = 0.0  # the largest learning rate times steps among the clients
+        self._max_move = 0.0  # the largest learning rate times steps among the clients
         self._alone: dict[str, float] = {}  # by tensor: the largest norm of one upload
 
     def check(
-        self, upload: Mapping[str, Tensor], fraction: float, step: float = 0.0
+        self, upload: Mapping[str, Tensor], fraction: float, max_move: float = 0.0
     ) -> dict[str, float]:
         """Return the norms of an upload of valid form; raise ValueError if it changes too much.
 
-        `step` is the client's learning rate times its steps. It is used if the limit has no step
+        `max_move` is the client's learning rate times its steps. It is used if the limit has none
         for all clients.
         """
         method_part = self._method_part(upload)
         sent = self._norms.find_start(method_part, self._sent(fraction))
         start = sent | self._classifier
-        self.limit.check(measure_changes(upload, start, self.limit.wire), step)
+        self.limit.check(measure_changes(upload, start, self.limit.wire), max_move)
         alone = self._norms.norms_if_alone(method_part, sent)
         for name, norm in alone.items():
-            self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
+            self.limit.check_growth(name, self._state.get(name, start[name]), norm, max_move)
         return alone
 
     def add(
@@ -130,7 +130,7 @@ class Aggregate:
         upload: Mapping[str, Tensor],
         norms: Mapping[str, float],
         weight: float = 1.0,
-        step: float = 0.0,
+        max_move: float = 0.0,
     ) -> None:
         """Add an upload that was checked, with the norms that `check` returned."""
         state = self._state | self._classifier
@@ -142,15 +142,19 @@ class Aggregate:
         for sums, tensors in zip(self._rounds, added, strict=True):
             sums.add(tensors, weight)
         self.count += 1
-        self._step = max(self._step, step)
+        self._max_move = max(self._max_move, max_move)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
 
     def check_and_add(
-        self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
+        self,
+        upload: Mapping[str, Tensor],
+        fraction: float,
+        weight: float = 1.0,
+        max_move: float = 0.0,
     ) -> None:
         """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
         check_upload(self.method, upload, self._classifier, fraction)
-        self.add(upload, self.check(upload, fraction, step), weight, step)
+        self.add(upload, self.check(upload, fraction, max_move), weight, max_move)
 
     def close(self) -> Tensors:
         """Return the next state; raise ValueError if the accepted uploads cannot have made it.
@@ -163,7 +167,7 @@ class Aggregate:
         for sums in self._rounds:
             new |= sums.close()
         method_norms = self._norms.norm_bounds(self._state, self._alone)
-        self.limit.check_state(self._state | self._classifier, new, method_norms, self._step)
+        self.limit.check_state(self._state | self._classifier, new, method_norms, self._max_move)
         return new
 
     def _method_part(self, upload: Mapping[str, Tensor]) -> Tensors:
@@ -190,8 +194,8 @@ class ServerState:
             for name, tensor in memory.items()
             if name.startswith(MOMENTS)
         }
-        step = config.learning_rate * (config.local_steps or 0)  # 0: clients differ in steps
-        self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
+        max_move = config.learning_rate * (config.local_steps or 0)  # 0: clients differ in steps
+        self._limit = UpdateNormCheck(config.max_update_norm, max_move, config.wire)
         self._optimizer = ServerOptimizer(*config.parse("server-optimizer").values())
 
     @property
@@ -253,16 +257,16 @@ class ServerOptimizer:
 class CalibrationSums:
     """The sums of a calibration; an upload that changes more than the limit allows is refused.
 
-    `norm` and `step` are those of `UpdateNormCheck`. No step bounds a gradient. In its place,
+    `norm` and `max_move` are those of `UpdateNormCheck`. No step bounds a gradient. In its place,
     sketches far larger than most are left out of the mean.
     """
 
     def __init__(
-        self, calibration: Calibration, norm: float | None, step: float, robust: str = "none"
+        self, calibration: Calibration, norm: float | None, max_move: float, robust: str = "none"
     ) -> None:
         self.calibration = calibration
         self.start = {calibration.name: torch.zeros(sum(calibration.sizes))}
-        self.limit = UpdateNormCheck(norm, step if calibration.by_steps else math.inf)
+        self.limit = UpdateNormCheck(norm, max_move if calibration.by_steps else math.inf)
         if robust != "none":
             self.sums: Sums = RobustRound(self.start, robust)
         else:

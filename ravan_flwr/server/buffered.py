@@ -25,7 +25,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.federation import Federation
-from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.releases import Release
 from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
@@ -59,7 +59,7 @@ class Buffered(Plain):
 
     # A round.
 
-    def open(self, round_: Round, release: Mean) -> list[Message]:
+    def open(self, round_: Round, release: Release) -> list[Message]:
         """Draw clients until `concurrency` clients train."""
         federation = self.federation
         round_.asks_more = False  # a client that has replied, validly or not, is replaced at once
@@ -77,7 +77,9 @@ class Buffered(Plain):
         self._recipients = {client.node_id for client in cohort}
         return release.write(cohort)
 
-    def replies(self, round_: Round, release: Mean, messages: list[Message]) -> Iterator[Message]:
+    def replies(
+        self, round_: Round, release: Release, messages: list[Message]
+    ) -> Iterator[Message]:
         """Send the messages; yield replies to these and earlier ones until the buffer is full.
 
         Stop also after `concurrency` rejected replies.
@@ -169,7 +171,7 @@ class Buffered(Plain):
             for name, tensor in self.versions[number].items()
         }
 
-    def _restore(self, round_: Round, release: Mean) -> None:
+    def _restore(self, round_: Round, release: Release) -> None:
         """Resend to clients the versions that they trained when the run was stopped."""
         memory, self._memory = self._memory, {}
         federation, clock = self.federation, self.federation.clock

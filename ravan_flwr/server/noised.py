@@ -24,7 +24,7 @@ from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, subsample
 from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import ClientBudget
-from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.releases import Release
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.update import Update
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -38,7 +38,7 @@ def check_finite(upload: Mapping[str, Tensor]) -> None:
         sum_of_squares(tensor, name)
 
 
-class Noised(Mean):
+class Noised(Release):
     """Make the next state from clipped changes and noise, within the run's privacy budget."""
 
     budget = ClientBudget
@@ -84,7 +84,7 @@ class Noised(Mean):
                 cohort.append(client)
         return cohort
 
-    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:  # noqa: ARG002
+    def check_size(self, upload: Tensors, fraction: float, max_move: float) -> Mapping[str, float]:  # noqa: ARG002
         check_finite(upload)
         return {}  # clipping bounds the change
 

@@ -1,6 +1,6 @@
 """Releases: how the updates of a round become the next state.
 
-`Mean` is the method's own: its sums, and the server's optimiser. Other releases override what
+`Release` is the method's own: its sums, and the server's optimiser. Other releases override what
 differs (optional.py lists them).
 """
 
@@ -27,9 +27,9 @@ from ravan_flwr.server.aggregation import (
     Aggregate,
     CalibrationSums,
     check_upload,
-    moved,
-    outgoing,
-    rebased,
+    make_broadcast,
+    rebase,
+    upload_from_change,
 )
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
@@ -40,9 +40,9 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 log = getLogger(__name__)
 
 
-def release_class(config: Config) -> "type[Mean]":
+def release_class(config: Config) -> "type[Release]":
     """Return the class of a run's releases."""
-    found: type[Mean] = load(RELEASES[config.release])
+    found: type[Release] = load(RELEASES[config.release])
     return found
 
 
@@ -51,7 +51,7 @@ def weigh_staleness(staleness: int) -> float:
     return float((1 + staleness) ** -0.5)
 
 
-class Mean:
+class Release:
     """Release the mean of the updates, as the method makes it. One object serves one round.
 
     Args:
@@ -100,7 +100,7 @@ class Mean:
 
     def broadcast(self, fraction: float) -> Tensors:
         """Return the tensors that a client with that budget fraction is sent."""
-        return outgoing(self.method, self.state, fraction)
+        return make_broadcast(self.method, self.state, fraction)
 
     def address(self, message: Message, client: RegisteredClient) -> None:
         """Add to a message what only this client is sent."""
@@ -117,60 +117,60 @@ class Mean:
 
     def read(self, message: Message, sent: Sent) -> Update:
         """Return the update in a reply; raise ValueError with the reason to reject it."""
-        config, method, client, number = self.config, self.method, sent.client, sent.number
-        staleness, max_staleness = self.round.number - number, config.max_staleness
+        config, method, client, sent_in = self.config, self.method, sent.client, sent.number
+        staleness, max_staleness = self.round.number - sent_in, config.max_staleness
         if staleness and max_staleness is not None and staleness > max_staleness:
             raise ValueError(
                 f"its update is {staleness} versions old, expected at most max-staleness = "
                 f"{max_staleness}"
             )
         # The state that the client was sent, and what its reply may hold.
-        version = self.round.versions[number] if staleness else self.state
-        fraction, densities = client.budget_fraction, sparsity_of_round(config.densities, number)
+        sent_state = self.round.versions[sent_in] if staleness else self.state
+        fraction, densities = client.budget_fraction, sparsity_of_round(config.densities, sent_in)
         shapes = method.upload_shapes(fraction).values()
         max_values = sum(map(math.prod, shapes))
         if CLASSIFIER in self.state:
             max_values += self.state[CLASSIFIER].numel()
         update = read_trained(
-            message, client, number, self.federation.state.derived,
-            wire_of_round(config.wire, number), max_values, densities[1],
+            message, client, sent_in, self.federation.state.derived,
+            wire_of_round(config.wire, sent_in), max_values, densities[1],
             # A calibration, in round 0, trains no personal parameters.
-            personal=self.federation.method.personal is not None and number > 0,
+            personal=self.federation.method.personal is not None and sent_in > 0,
             with_loss=config.privacy == "none", with_seconds=config.privacy != "example",
         )  # fmt: skip
         self.check_form(update.upload, fraction)
         upload = update.upload
         if densities != WHOLE:  # it has changes, most of them zeros; the sums take values
-            upload = moved(method, upload, fraction, version)
+            upload = upload_from_change(method, upload, fraction, sent_state)
         if staleness:  # its change of an earlier state becomes one of the present state
             weight = weigh_staleness(staleness)
-            upload = rebased(method, upload, fraction, version, self.state, weight)
+            upload = rebase(method, upload, fraction, sent_state, self.state, weight)
         if METHODS[config.method].pools:  # each client trains on the examples of all
             everyone = self.federation.registry.clients.values()
             client = replace(client, examples=sum(each.examples for each in everyone))
         steps = self.steps(client)
-        step = config.learning_rate * steps
+        max_move = config.learning_rate * steps
         return replace(
-            update, client=client, upload=upload, staleness=staleness, steps=steps, step=step,
-            bytes_up=num_bytes(message.content.array_records["arrays"]),
-            norms=self.check_size(upload, fraction, step),
+            update, client=client, upload=upload, staleness=staleness, steps=steps,
+            max_move=max_move, bytes_up=num_bytes(message.content.array_records["arrays"]),
+            norms=self.check_size(upload, fraction, max_move),
         )  # fmt: skip
 
     def check_form(self, upload: Tensors, fraction: float) -> None:
         """Raise ValueError if an upload has wrong names, shapes or types for that budget."""
         check_upload(self.method, upload, split_classifier(self.state)[1], fraction)
 
-    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:
+    def check_size(self, upload: Tensors, fraction: float, max_move: float) -> Mapping[str, float]:
         """Raise ValueError if an upload changes too much; return its norms.
 
-        `step` is how far the client's optimiser can move a number.
+        `max_move` is how far the client's optimiser can move a number.
         """
-        return self.sums.check(upload, fraction, step)
+        return self.sums.check(upload, fraction, max_move)
 
     def add(self, update: Update) -> list[list[int]]:
         """Add an update to the sums; return its heads, by layer."""
         weight = self.federation.weight(update.client)
-        self.sums.add(update.upload, update.norms, weight, update.step)
+        self.sums.add(update.upload, update.norms, weight, update.max_move)
         return self.method.heads_in(update.upload)
 
     def steps(self, client: RegisteredClient) -> int:
@@ -200,7 +200,7 @@ class Mean:
         return sums.close()
 
 
-class Calibrated(Mean):
+class Calibrated(Release):
     """Round 0: make the method's fixed tensors from the clients' uploads."""
 
     message_type = f"{MessageType.TRAIN}.calibrate"
@@ -211,9 +211,9 @@ class Calibrated(Mean):
         assert calibration is not None
         self.all_clients, self.by_steps = calibration.all_clients, calibration.by_steps
         max_steps = max(map(federation.steps, federation.registry.clients.values()), default=0)
-        step = config.calibration_learning_rate * max_steps
+        max_move = config.calibration_learning_rate * max_steps
         self.calibration_sums = CalibrationSums(
-            calibration, config.max_update_norm, step, config.robust
+            calibration, config.max_update_norm, max_move, config.robust
         )
         round_.asks_more = False
         if self.all_clients:
@@ -235,7 +235,7 @@ class Calibrated(Mean):
     def check_form(self, upload: Tensors, fraction: float) -> None:  # noqa: ARG002
         self.calibration_sums.check(upload)
 
-    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:  # noqa: ARG002
+    def check_size(self, upload: Tensors, fraction: float, max_move: float) -> Mapping[str, float]:  # noqa: ARG002
         return {}  # checked with the form
 
     def add(self, update: Update) -> list[list[int]]:

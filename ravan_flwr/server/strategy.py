@@ -34,7 +34,7 @@ from ravan_flwr.server.aggregation import ServerState
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.releases import Calibrated, Mean, release_class
+from ravan_flwr.server.releases import Calibrated, Release, release_class
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog, weighted_mean
@@ -70,11 +70,13 @@ class Plain:
         """Return what a resumed run needs."""
         return {}
 
-    def open(self, round_: Round, release: Mean) -> list[Message]:
+    def open(self, round_: Round, release: Release) -> list[Message]:
         """Return the messages with which the round begins."""
         return release.write(release.draw())
 
-    def replies(self, round_: Round, release: Mean, messages: list[Message]) -> Iterator[Message]:
+    def replies(
+        self, round_: Round, release: Release, messages: list[Message]
+    ) -> Iterator[Message]:
         """Send the messages and yield the replies, until the round may close.
 
         A node's failure loses its reply, but not the round while other clients can be asked.
@@ -84,7 +86,7 @@ class Plain:
             yield from round_.replies(messages, round_.enough - came, round_.quorum - came)
             messages = self._more(round_, release)
 
-    def _more(self, round_: Round, release: Mean) -> list[Message]:
+    def _more(self, round_: Round, release: Release) -> list[Message]:
         """Return messages to further clients if too few replied; none if all clients were asked."""
         if len(round_.log.clients) >= round_.min_replies or not round_.asks_more:
             return []
@@ -230,7 +232,7 @@ class FederatedTuning(Strategy):
         release = self._release_class if number else Calibrated
         round_log = RoundLog(number, self.registry.partitions)
         self.round = Round(self.config, self.message_builder, round_log, grid)
-        self.release: Mean = release(self.federation, self.round, self.state.tensors)
+        self.release: Release = release(self.federation, self.round, self.state.tensors)
         self.transport = self._transport if number else Plain(self.federation)
 
     def configure_train(

@@ -50,7 +50,7 @@ class Update:
     bytes_up: int = 0
     staleness: int = 0  # versions by which the state has moved since it was sent
     steps: int = 0  # local steps, from the client's examples and the settings
-    step: float = 0.0  # learning rate times steps: how far its optimiser can move a number
+    max_move: float = 0.0  # learning rate times steps: how far its optimiser can move a number
     norms: Mapping[str, float] = field(default_factory=dict)  # by tensor, where they bound a state
 
 

@@ -79,15 +79,16 @@ class UpdateNormCheck:
 
     Args:
         norm: The largest norm of a change; None derives the limit from the learning rate.
-        step: How far a client's optimiser can move a number in a round: learning rate times steps.
+        max_move: How far a client's optimiser can move a number in a round: learning rate times
+            steps.
             If it is 0, the checks take it for each client.
         wire: The encoding of tensors on the wire.
     """
 
-    def __init__(self, norm: float | None, step: float = 0.0, wire: str = "float32") -> None:
-        self.norm, self.step, self.wire = norm, step, wire
+    def __init__(self, norm: float | None, max_move: float = 0.0, wire: str = "float32") -> None:
+        self.norm, self.max_move, self.wire = norm, max_move, wire
 
-    def check(self, changes: Changes, step: float = 0.0) -> None:
+    def check(self, changes: Changes, max_move: float = 0.0) -> None:
         """Raise ValueError if an honest client with that step cannot have made these changes."""
         if self.norm is not None:
             norm = math.sqrt(sum(change.size**2 * change.numbers for change in changes.values()))
@@ -97,32 +98,32 @@ class UpdateNormCheck:
                     "lower the learning rate, or raise the limit max-update-norm"
                 )
             return
-        suffix = "" if self.step else " of its examples"
+        suffix = "" if self.max_move else " of its examples"
         for name, change in changes.items():
-            max_size = self.max_size(change, step)
+            max_size = self.max_size(change, max_move)
             if change.size > max_size:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
                     f"{change.numbers} numbers), expected at most {max_size:.4g}, which is what "
-                    f"{self.step or step:g} = learning-rate x local-steps{suffix} allow; if honest "
-                    "clients send this, set limits=max-update-norm=NUMBER"
+                    f"{self.max_move or max_move:g} = learning-rate x local-steps{suffix} allow; "
+                    "if honest clients send this, set limits=max-update-norm=NUMBER"
                 )
 
-    def max_size(self, change: Change, step: float = 0.0) -> float:
+    def max_size(self, change: Change, max_move: float = 0.0) -> float:
         """Return the largest size that a change of that tensor may have."""
-        return REACH * (_reach(self.step or step, change.before) + change.rounding)
+        return REACH * (_reach(self.max_move or max_move, change.before) + change.rounding)
 
     def check_state(
         self,
         old: Mapping[str, Tensor],
         new: Mapping[str, Tensor],
         method_norms: Mapping[str, float] | None = None,
-        step: float = 0.0,
+        max_move: float = 0.0,
     ) -> None:
         """Raise ValueError if the accepted replies cannot have made the next state.
 
         `method_norms` has the norms that the method itself gives to tensors, however small the
-        replies. `step` is the largest of the clients' steps.
+        replies. `max_move` is the largest of the clients'.
         """
         for name, tensor in new.items():
             norm = math.sqrt(sum_of_squares(tensor, name))
@@ -130,13 +131,13 @@ class UpdateNormCheck:
                 continue
             if old[name].shape != tensor.shape or not tensor.is_floating_point():
                 continue  # a sum of products with more terms
-            self.check_growth(name, old[name], norm, step)
+            self.check_growth(name, old[name], norm, max_move)
 
-    def check_growth(self, name: str, old: Tensor, norm: float, step: float = 0.0) -> None:
+    def check_growth(self, name: str, old: Tensor, norm: float, max_move: float = 0.0) -> None:
         """Raise ValueError if a tensor's norm would grow from `old` to `norm` by too much."""
         before = math.sqrt(sum_of_squares(old, name))
         root = math.sqrt(max(1, old.numel()))
-        max_growth = GROWTH * root * _reach(self.step or step, before / root)
+        max_growth = GROWTH * root * _reach(self.max_move or max_move, before / root)
         if self.norm is not None:
             max_growth = self.norm * (1 + self.norm + before)  # a product of two changed factors
         grown = norm - before
@@ -147,6 +148,6 @@ class UpdateNormCheck:
             )
 
 
-def _reach(step: float, before: float) -> float:
+def _reach(max_move: float, before: float) -> float:
     """Return how far an optimiser can move a number of size `before` in a round."""
-    return step * (1 + step + before)
+    return max_move * (1 + max_move + before)

@@ -17,7 +17,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.aggregation import make_broadcast
 from ravan_flwr.server.update import read_trained
 from tests.hand_made import DERIVED, Nodes, registered_client, strategy_of
 from tests.methods import build, calibration_sums
@@ -144,7 +144,7 @@ class Server:
         self.strategy.registry.recruit(self.nodes)
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
         # Sent to each client in each round.
-        self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))
+        self.sent = to_record(make_broadcast(self.nodes.method, self.state, 1.0))
         self.round = None
         first, *_ = self.nodes.registered.values()
         # The honest client's reply is made once.

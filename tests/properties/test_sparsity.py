@@ -12,7 +12,7 @@ from ravan_flwr.messages.sparsity import densify, sent_sparsely, sparsify
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import Aggregate, moved
+from ravan_flwr.server.aggregation import Aggregate, upload_from_change
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, personal_state, some_state, train_client
 from tests.sparse import by_hand
@@ -64,7 +64,7 @@ def test_an_upload_is_the_servers_state_plus_the_largest_changes(name, fraction)
     start = find_start(method, upload, sent)
     of_client = find_start(method, upload, got)
     largest = by_hand({k: upload[k] - of_client[k] for k in start}, UP, start.keys())
-    for key, tensor in moved(method, arrived, fraction, state).items():
+    for key, tensor in upload_from_change(method, arrived, fraction, state).items():
         expected = start[key] + largest[key] if key in start else upload[key]
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
 
@@ -84,7 +84,7 @@ def test_the_next_state_equals_flascs():
         total = {name: total[name] + largest[name] for name in total}
         change = take_change(method, upload, sent)
         arrived = densify(sparsify(change, UP, change.keys()), UP, max_numbers=10**6)
-        sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
+        sums.check_and_add(upload_from_change(method, arrived, 1.0, state), 1.0)
     for name, tensor in sums.close().items():
         torch.testing.assert_close(tensor, state[name] + total[name] / 3, rtol=1e-6, atol=1e-6)
 
@@ -109,7 +109,7 @@ def test_a_non_finite_value_affects_no_sum(name):
         corrupted = change | {key: torch.full_like(change[key], torch.nan)}
         arrived = densify(sparsify(corrupted, UP, change.keys()), UP, max_numbers=10**6)
         with pytest.raises(ValueError, match="not finite"):
-            sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
+            sums.check_and_add(upload_from_change(method, arrived, 1.0, state), 1.0)
     assert bool(floats) == (name != "local")
     assert sums.count == 0
 

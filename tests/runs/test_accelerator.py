@@ -13,7 +13,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.server.aggregation import Aggregate, outgoing
+from ravan_flwr.server.aggregation import Aggregate, make_broadcast
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.training.local_steps import calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
@@ -61,7 +61,7 @@ def run_rounds(settings, fraction, steps):
         method = model.method.in_round(number)
         total = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
-            sent = outgoing(method, state, fraction)
+            sent = make_broadcast(method, state, fraction)
             result = train_locally(
                 model, task, examples, sent, fraction, steps, ClientRound(5, number, client),
                 personal.get(client),

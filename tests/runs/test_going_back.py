@@ -231,7 +231,7 @@ def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("phase", "result"),
     [
-        ("ravan_flwr.server.releases.Mean.close", None),
+        ("ravan_flwr.server.releases.Release.close", None),
         (EVALUATE, {"accuracy": 0.5, "loss": 1.0}),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_run_that_flower_has_ended_reports_it(tmp_path, monkeypatch):
     def ended(_):
         raise RunNotRunningException
 
-    monkeypatch.setattr("ravan_flwr.server.releases.Mean.close", ended)
+    monkeypatch.setattr("ravan_flwr.server.releases.Release.close", ended)
     with pytest.raises(RuntimeError, match="Flower has ended this run: .* a jump of its clock"):
         run(tmp_path)
     (path,) = tmp_path.glob("*/failure.json")

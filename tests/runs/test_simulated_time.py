@@ -13,7 +13,7 @@ from ravan_flwr import server_app, simulate
 from ravan_flwr.flower_private import TaskType
 from ravan_flwr.results.report import write_report
 from ravan_flwr.runs.history import RecordedRun
-from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.releases import Release
 from ravan_flwr.training.plan import plan_of
 from tests import short_runs
 from tests.hand_made import settings_from
@@ -101,7 +101,7 @@ def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path,
     """The run is killed with two of three updates: they are computed again, and count once."""
     settings = {"aggregation": "async", "buffer_size": 3, "concurrency": 5}
     uninterrupted = run(tmp_path, **settings)
-    read, calls = Mean.read, itertools.count(1)
+    read, calls = Release.read, itertools.count(1)
 
     def kill_at_sixth_update(self, message, sent):
         if next(calls) == 3 + 3:
@@ -109,7 +109,7 @@ def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path,
         return read(self, message, sent)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mean, "read", kill_at_sixth_update)
+        patch.setattr(Release, "read", kill_at_sixth_update)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed", **settings)
     (killed,) = (tmp_path / "killed").iterdir()

@@ -30,7 +30,7 @@ from ravan_flwr.runs.record import PrivacyRecord, RoundRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import CLOSE, Account, PrivacyBudget, Rate, Rounds
-from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.releases import Release
 from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.update import Update, as_value_error, open_reply, read_refusal, within
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -176,7 +176,7 @@ class ExampleBudget(PrivacyBudget):
                 yield f"asked has {[*counted]} of partition {of}, and the records {expected}"
 
 
-class Counted(Mean):
+class Counted(Release):
     """A round of clients within epsilon, whose updates are private already.
 
     The account counts each client before it is asked. A client may refuse to train.

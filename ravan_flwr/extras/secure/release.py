@@ -44,7 +44,7 @@ from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.runs.record import MaskedRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.federation import Federation
-from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.releases import Release
 from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.update import Update, read_masked, read_phase
 from ravan_flwr.specs import MAX_MASKED_CLIENTS
@@ -55,7 +55,7 @@ SKIPPED_ROUNDS = 64  # for a client that makes rounds fail
 MAX_CUT_OFF = 1e-3  # fraction of clipped numbers above which a round logs a warning
 
 
-class Masked(Mean):
+class Masked(Release):
     """A masked round: run its phases, and read the updates only as a sum."""
 
     message_type = "train.masked"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.timed_grid import TimedGrid
 from ravan_flwr.methods import METHODS
-from ravan_flwr.server.aggregation import rebased
+from ravan_flwr.server.aggregation import rebase
 from ravan_flwr.server.releases import weigh_staleness
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import Device
@@ -40,7 +40,7 @@ def test_a_rebased_upload_applies_its_change_to_the_current_state(method, fracti
     fraction = fraction if method_.can_train(fraction) else 1.0
     then, now = some_state(method_, adapters, 1), some_state(method_, adapters, 9)
     upload = train_client(method_, adapters, then, fraction, 5)
-    got = aggregate(method_, now, [(rebased(method_, upload, fraction, then, now, 0.5), fraction)])
+    got = aggregate(method_, now, [(rebase(method_, upload, fraction, then, now, 0.5), fraction)])
     alone = aggregate(method_, then, [(upload, fraction)])
     for name, tensor in now.items():
         expected = tensor.double() + 0.5 * (alone[name].double() - then[name].double())
@@ -60,7 +60,7 @@ def test_the_order_within_a_buffer_does_not_matter(method, order):
     for age, then in enumerate(states):
         upload = train_client(method_, adapters, then, 1.0, 7 + age)
         weight = weigh_staleness(age)
-        uploads.append((rebased(method_, upload, 1.0, then, states[0], weight), 1.0))
+        uploads.append((rebase(method_, upload, 1.0, then, states[0], weight), 1.0))
     expected = aggregate(method_, states[0], uploads)
     got = aggregate(method_, states[0], [uploads[i] for i in order])
     for name, tensor in expected.items():

@@ -28,7 +28,7 @@ def test_the_server_app_imports_no_optional_module(python):
     assert not [name for name in loaded if name.startswith("ravan_flwr.extras")]
 
 
-ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in optional.RELEASES.values()]
+ROWS: list[tuple[str, type]] = [(place, releases.Release) for place in optional.RELEASES.values()]
 ROWS += [(place, strategy.Plain) for place in optional.TRANSPORTS.values()]
 
 

@@ -75,7 +75,7 @@ def test_the_limit_permits_rounding_of_the_wire_and_little_more(wire, seed, scal
 def test_after_small_updates_a_client_may_move_as_far_as_adam_can():
     """An honest update, however small recent ones were: a limit by recent norms would refuse it."""
     method, adapters = build("full")
-    state, limit = method.initial_state(adapters), UpdateNormCheck(None, step=0.1)
+    state, limit = method.initial_state(adapters), UpdateNormCheck(None, max_move=0.1)
     for part in [0.001] * 20 + [0.99]:
         sums = Aggregate(method, state, limit)
         sums.check_and_add({k: state[k] + part * 0.1 for k in method.upload(adapters)}, 1.0)
@@ -88,14 +88,14 @@ def test_under_local_epochs_each_client_has_its_own_limit():
     with pytest.raises(ValueError, match="0.1 = learning-rate x local-steps of its examples allow"):
         limit.check(size(0.9 * 1.5 * 0.3 * 1.3), 0.1)
     old = {"B": torch.ones(100)}
-    limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=1.0)
+    limit.check_state(old, {"B": torch.full((100,), 5.0)}, max_move=1.0)
     with pytest.raises(ValueError, match="the norm of B would grow by 40"):
-        limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=0.1)
+        limit.check_state(old, {"B": torch.full((100,), 5.0)}, max_move=0.1)
 
 
 def test_the_limits_are_those_of_the_documents_to_the_number():
     """By hand: 1.5 x 0.1 x (1 + 0.1), and ten times that reach for a state of 100 numbers."""
-    limit = UpdateNormCheck(None, step=0.1)
+    limit = UpdateNormCheck(None, max_move=0.1)
     assert limit.max_size(Change(0.0, 0.0, 1)) == pytest.approx(0.165)
     assert UpdateNormCheck(None).max_size(Change(0.0, 0.0, 1)) == 0
     assert UpdateNormCheck(None).max_size(Change(0.0, 0.0, 1), 0.1) == pytest.approx(0.165)
@@ -122,7 +122,7 @@ def test_a_given_limit_is_that_of_the_norm_and_of_products_of_changes():
 
 
 def test_a_norm_that_the_method_gives_is_no_growth():
-    limit, old = UpdateNormCheck(None, step=1e-6), {"B": torch.zeros(1)}
+    limit, old = UpdateNormCheck(None, max_move=1e-6), {"B": torch.zeros(1)}
     for norm in (5.0, 5.0 * (1 + 5e-7)):
         limit.check_state(old, {"B": torch.tensor([norm])}, {"B": 5.0})
     for norms in ({"B": 4.9}, {}, None):
@@ -131,7 +131,7 @@ def test_a_norm_that_the_method_gives_is_no_growth():
 
 
 def test_an_impossible_next_state_is_refused():
-    limit = UpdateNormCheck(None, step=0.1)
+    limit = UpdateNormCheck(None, max_move=0.1)
     old = {"B": torch.ones(100), "residual": torch.zeros(3)}
     limit.check_state(old, {"B": torch.full((100,), 1.5), "residual": torch.zeros(5)})
     with pytest.raises(ValueError, match="the norm of B would grow by 990"):
