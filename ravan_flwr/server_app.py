@@ -103,6 +103,9 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
             stack.enter_context(logging_to(earlier.path))
         loaded = get_model_and_data(config)
+        if earlier is None and loaded.model.is_calibrated:  # by an earlier run of this process
+            get_model_and_data.cache_clear()
+            loaded = get_model_and_data(config)
         if simulating(grid):
             check_simulation(grid, loaded, config)
         config = dataclasses.replace(loaded.config, rank=loaded.model.method.rank)

@@ -60,9 +60,19 @@ def name_endings(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(re.sub(r"^(.*\.)?\d+\.", "", name) for name in names))
 
 
-def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
-    """Return the linear layers whose names end in a target, in the network's order."""
-    linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
+def find_layers(
+    network: nn.Module, targets: Sequence[str], trained: Iterable[nn.Parameter] = ()
+) -> list[Layer]:
+    """Return the linear layers whose names end in a target, in the network's order.
+
+    Layers of `trained` parameters, such as a classifier's, are left out: they need no adapter.
+    """
+    without = {id(parameter) for parameter in trained}
+    linears = {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in without
+    }
     layers = [
         Layer(name, linear.out_features, linear.in_features)
         for name, linear in linears.items()

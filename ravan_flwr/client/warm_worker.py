@@ -150,6 +150,8 @@ class Worker:
             with self._listener.accept() as connection:
                 try:
                     if connection.recv_bytes() == app_id:
+                        with self._busy:
+                            self._idle_since = time.monotonic()  # receiving may take a while
                         connection.send_bytes(_READY)
                         self._answer(connection)
                     else:

@@ -45,6 +45,11 @@ def csv_header(lines: Iterator[list[str]], where: str) -> list[str]:
     header = next(lines, [])
     if len(header) == 1 and (mark := next((mark for mark in ";\t" if mark in header[0]), "")):
         raise ValueError(f"{where}: separated by {mark!r}, expected ','; save it with commas")
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise ValueError(
+            f"{where}: its first line has {twice} more than once, expected each "
+            "column's name once; rename one"
+        )
     return header
 
 

@@ -128,7 +128,7 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
 
 def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
     """Yield the fields of each line of CSV; the field limit of other readers is kept."""
-    lines = csv.reader(_lines(path, file))
+    lines = csv.reader(_lines(path, file), strict=True)  # an open quotation mark is an error
     while True:
         before = csv.field_size_limit(_LONGEST)
         try:

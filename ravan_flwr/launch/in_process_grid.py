@@ -13,7 +13,7 @@ from itertools import islice
 from logging import getLogger
 from pathlib import Path
 
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.client.client_request import read_personal, store_personal
@@ -21,6 +21,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
 from ravan_flwr.launch.worker_process import compute_reply, identify
 from ravan_flwr.launch.workers import Job, WorkerPool
+from ravan_flwr.messages.arrays import FIXED
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import MAKE_KEYS, load
 from ravan_flwr.specs import Scalar
@@ -85,6 +86,11 @@ class InProcessGrid(Grid):
             if node_id - 1 in parts:
                 store_personal(context.state, parts[node_id - 1])
 
+    def give_fixed(self, fixed: ArrayRecord, partitions: Iterable[int]) -> None:
+        """Restore the fixed tensors of clients that had received them, in a resumed run."""
+        for partition in partitions:
+            self._contexts[partition + 1].state[FIXED] = fixed
+
     def set_run(self, run: Run) -> None:
         """Set the run."""
         self._run = run
@@ -130,11 +136,16 @@ class InProcessGrid(Grid):
     def _push(self, message: Message) -> str:
         message_id = str(uuid.uuid4())
         # An unanswered message of the same kind to the same client is dropped.
-        self._waiting.pop(self._last.pop(node_and_type(message), ""), None)
+        self.drop(self._last.get(node_and_type(message), ""))
         set_message_id(message, message_id)
         self._waiting[message_id] = message
         self._last[node_and_type(message)] = message_id
         return message_id
+
+    def drop(self, message_id: str) -> None:
+        """Forget a message whose reply will not be pulled."""
+        if message := self._waiting.pop(message_id, None):
+            self._last.pop(node_and_type(message), None)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the next client; return a list with its reply, or an empty one if it is too late."""

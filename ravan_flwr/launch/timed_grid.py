@@ -42,11 +42,15 @@ class TimedGrid(InProcessGrid):
         return self._listed(super().get_node_ids())
 
     def _push(self, message: Message) -> str:
-        self.clock.forget(self._last.get(node_and_type(message), ""))  # drop the earlier message
         message_id = super()._push(message)
         if node_and_type(message)[1] in TIMED:
             self._begin(message_id, message)
         return message_id
+
+    def drop(self, message_id: str) -> None:
+        """Forget a message, and when its reply would arrive."""
+        super().drop(message_id)
+        self.clock.forget(message_id)
 
     def _begin(self, message_id: str, message: Message) -> None:
         """Start the simulated work of a client's device on a message."""

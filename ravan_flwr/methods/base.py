@@ -114,6 +114,7 @@ class Method(ABC, Generic[Adapter]):
     rank: int | None  # of the adapters; None if the method has no rank
     # Heads or ranks, of which a small budget trains some. None: a client trains all or nothing.
     budget_units: int | None = None
+    cuts_broadcast: bool = False  # is a client with a small budget sent less than the others?
     calibration: Calibration[Adapter] | None = None  # the round before round 1, if there is one
     # The attributes of each round, cyclically, if rounds differ.
     rounds: tuple[Mapping[str, Any], ...] = ()

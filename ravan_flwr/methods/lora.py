@@ -145,7 +145,7 @@ class LoraMethod(Method[LoRALinear]):
 class RankedLora(LoraMethod):
     """Send a client only the first ranks within its budget, which it trains."""
 
-    by_ranks = True
+    by_ranks = cuts_broadcast = True
 
     def broadcast(self, state: Tensors, fraction: float) -> Tensors:
         rank = affordable(fraction, self.rank)

@@ -167,14 +167,15 @@ class MeansByNorm:
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = dict(state)
-        self.classes: dict[int, Means] = {}  # by the exponent of the norm
+        self.classes: dict[float, Means] = {}  # by the exponent of the norm
         self.norms: list[float] = []
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add an upload that has all names of the state."""
         norm = math.hypot(*(float(upload[name].double().norm()) for name in self.state))
         self.norms.append(norm)
-        means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
+        exponent = math.frexp(norm)[1] if norm else -math.inf  # zero is below all others
+        means = self.classes.setdefault(exponent, Means(self.state))
         means.add(upload, weight)
 
     def close(self) -> Tensors:

@@ -266,7 +266,12 @@ class CalibrationSums:
     ) -> None:
         self.calibration = calibration
         self.start = {calibration.name: torch.zeros(sum(calibration.sizes))}
-        self.limit = UpdateNormCheck(norm, max_move if calibration.by_steps else math.inf)
+        # A gradient is no change of the state, to which `max-update-norm` refers.
+        self.limit = (
+            UpdateNormCheck(norm, max_move)
+            if calibration.by_steps
+            else UpdateNormCheck(None, math.inf)
+        )
         if robust != "none":
             self.sums: Sums = RobustRound(self.start, robust)
         else:

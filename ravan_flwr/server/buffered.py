@@ -28,6 +28,7 @@ from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Release
 from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.runtime import drop_message, in_process
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.strategy import Plain
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
@@ -142,6 +143,11 @@ class Buffered(Plain):
                 round_.reject(sent.client, f"no reply within {timeout:g} s")
                 node = self.federation.registry.nodes[sent.client.node_id]
                 node.note_missed_reply(MessageType.TRAIN, round_.number)
+                if in_process(round_.grid):
+                    drop_message(round_.grid, key)
+                else:
+                    reason = f"late: an update of version {sent.number}, after {timeout:g} s"
+                    node.expect_late(key, sent.client, reason)
 
     # Between rounds.
 

@@ -46,6 +46,7 @@ REFUSALS_LOGGED = 5  # refused nodes with a log line each, per recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that connect when the result is delivered
 MAX_LATE = 2  # late replies per node that are fetched after their round has closed
 MISSED = "registry/missed"  # in a checkpoint: missed replies of each node, and when its skip ends
+FIXED_SENT = "registry/fixed-sent"  # partitions that have the fixed tensors
 MESSAGE_TYPES = (MessageType.TRAIN, MessageType.EVALUATE)  # of messages whose replies are missed
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
@@ -209,7 +210,7 @@ class ClientRegistry:
 
     @property
     def memory(self) -> Tensors:
-        """Return what a simulated run needs to skip the same clients after a resume."""
+        """Return what a run in process needs to send the same messages after a resume."""
         rows = [
             (
                 node.client.partition_id, MESSAGE_TYPES.index(message_type), missed,
@@ -218,14 +219,23 @@ class ClientRegistry:
             for node in self.nodes.values() if node.client is not None
             for message_type, missed in node.missed_replies.items()
         ]  # fmt: skip
-        return {MISSED: torch.tensor(rows)} if rows else {}
+        partitions = [
+            node.client.partition_id for node in self.nodes.values()
+            if node.client is not None and node.has_fixed
+        ]  # fmt: skip
+        found = {MISSED: rows, FIXED_SENT: partitions}
+        return {name: torch.tensor(numbers) for name, numbers in found.items() if numbers}
 
-    def restore(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `memory` returned before the run was stopped."""
+    def restore(self, memory: Mapping[str, torch.Tensor]) -> list[int]:
+        """Restore what `memory` returned; return the partitions that have the fixed tensors."""
         nodes = {client.partition_id: self.nodes[client.node_id] for client in self._by_partition}
         for partition, number, missed, until in memory.get(MISSED, torch.empty(0)).tolist():
             nodes[partition].missed_replies[MESSAGE_TYPES[number]] = missed
             nodes[partition].skipped_until[MESSAGE_TYPES[number]] = until
+        fixed_sent: list[int] = memory.get(FIXED_SENT, torch.empty(0)).tolist()
+        for partition in fixed_sent:
+            nodes[partition].has_fixed = True
+        return fixed_sent
 
     # Recruiting.
 

@@ -88,7 +88,7 @@ class Release:
         messages, broadcasts = [], self._broadcasts
         for client in clients:
             # Most methods have one broadcast for all.
-            fraction = client.budget_fraction if self.method.budget_units else 1.0
+            fraction = client.budget_fraction if self.method.cuts_broadcast else 1.0
             if fraction not in broadcasts:
                 broadcasts[fraction] = self.encode(self.broadcast(fraction))
             message = self.federation.message_builder.message(
@@ -189,14 +189,14 @@ class Release:
 
         Raise ValueError if the round has no effect.
         """
-        robust, count = self.config.robust, self.sums.count
-        if robust != "none" and count < ROBUST[robust]:
+        robust, sums = self.config.robust, self.sums
+        del self.sums  # in a robust round they hold every reply
+        if robust != "none" and sums.count < ROBUST[robust]:
             log.warning(
                 "round %d: %d replies came, and weighting = %r changes nothing with fewer than %d",
-                self.round.number, count, robust, ROBUST[robust],
+                self.round.number, sums.count, robust, ROBUST[robust],
             )  # fmt: skip
-        sums = self.sums
-        del self.sums  # in a robust round they hold every reply
+            return None  # with a step, the optimiser's momentum would move the state
         return sums.close()
 
 

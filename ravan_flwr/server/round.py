@@ -19,7 +19,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.runtime import in_process
+from ravan_flwr.server.runtime import drop_message, in_process
 from ravan_flwr.server.superlink import find_failures, push
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import REAL, find_clock
@@ -179,11 +179,14 @@ class Round:
         self.log.reject(client, reason)
 
     def _reject_late(self, reply: Message, node: Node) -> None:
-        """Count a late reply's bytes, and reject it unless it is unused."""
+        """Count a late reply's bytes, and record it as rejected unless it is unused.
+
+        The node had its fault when the reply was missing.
+        """
         client, reason = node.late.pop(reply.metadata.reply_to_message_id)
         self.log.count_bytes(array_bytes(reply), 0)
         if reason:
-            self.reject(client, reason)
+            self.log.reject(client, reason)
 
     def _close(self, failure: str) -> None:
         """Stop waiting, and record each missing reply as unused or as rejected.
@@ -207,5 +210,7 @@ class Round:
                 node.note_missed_reply(self._kind, self.number)
                 reason = f"late: a reply to round {self.number}, which closed after {seconds} s"
             # In one process a client runs only when its reply is fetched: none is late.
-            if not in_process(self.grid):
+            if in_process(self.grid):
+                drop_message(self.grid, message_id)
+            else:
                 node.expect_late(message_id, client, reason)

@@ -1,5 +1,7 @@
 """Return in which runtime a grid's clients are: this process, Flower's simulation, a deployment."""
 
+from typing import Any, cast
+
 from flwr.serverapp import Grid
 
 from ravan_flwr.flower_private import TaskType
@@ -13,6 +15,11 @@ def in_process(grid: Grid) -> bool:
 def count_processes(grid: Grid) -> int | None:
     """Return the number of processes of an in-process run; None for Flower's runtimes."""
     return int(getattr(grid, "processes", 1)) if in_process(grid) else None
+
+
+def drop_message(grid: Grid, message_id: str) -> None:
+    """Forget a message of an in-process run that nobody will pull, with the arrays that it has."""
+    cast(Any, grid).drop(message_id)
 
 
 def simulating(grid: Grid) -> bool:

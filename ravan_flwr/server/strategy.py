@@ -16,7 +16,7 @@ the run.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import getLogger
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -44,7 +44,7 @@ from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_r
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
 from ravan_flwr.server.user_messages import report_start
-from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
+from ravan_flwr.simulated_time.clock import find_clock
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -175,7 +175,10 @@ class FederatedTuning(Strategy):
         self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.registry.recruit(grid, wait=True)
-        self.registry.restore(self._resume_point.memory)
+        fixed_sent = self.registry.restore(self._resume_point.memory)
+        if fixed_sent and self.message_builder.fixed is not None:
+            # Only a grid in process has such a memory.
+            cast(Any, grid).give_fixed(self.message_builder.fixed, fixed_sent)
         self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
@@ -357,6 +360,6 @@ class FederatedTuning(Strategy):
             self.state.memory
             | clock.memory
             | self._transport.memory
-            | (self.registry.memory if isinstance(clock, SimulatedClock) else {})
+            | (self.registry.memory if in_process(self.round.grid) else {})
             | (self.privacy.memory if self.privacy else {})
         )

@@ -274,6 +274,10 @@ class MethodStrategy(FedAvg):
             )
         (metrics,) = reply.content.metric_records.values()
         weight = above_zero(metrics, self.weighted_by_key, MAX_WEIGHT)
+        if wrong := [name for name, value in metrics.items() if not np.isfinite(value).all()]:
+            raise ValueError(
+                f"metric {shown(wrong[0])} is {metrics[wrong[0]]}, expected finite numbers"
+            )
         return weight if self.weighting == "examples" else 1.0
 
 

@@ -132,6 +132,12 @@ def describe(tokenizer: Any) -> dict[str, Any]:
 
 def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
     """Return the tokens of texts, or pairs of texts, truncated and padded to `length`."""
+    added = tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)
+    if length <= added:
+        raise ValueError(
+            f"max-length = {length}: expected at least {added + 1}, since the tokenizer adds "
+            f"{added} tokens to each text; raise it"
+        )
     read = tokenizer(
         *(list(text) for text in texts),
         truncation=True,

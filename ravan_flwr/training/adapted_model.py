@@ -36,7 +36,7 @@ class AdaptedModel:
         network.requires_grad_(False)
         self.network, self.threads = network, threads
         pretrained = pretrained_parameters(network, classifier)
-        self.layers = find_layers(network, backbone.targets)
+        self.layers = find_layers(network, backbone.targets, classifier if train_classifier else ())
         self.method = make_method(self.layers, backbone.size)
         self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
@@ -108,6 +108,11 @@ class AdaptedModel:
                 "method that has one; start server and clients with one configuration"
             )
         return self.method.calibration
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether the method's fixed tensors have replaced those of the seed."""
+        return bool(self._fixed_hash)
 
     def load_fixed(self, fixed: Tensors, expected: str = "") -> list[float]:
         """Load a method's fixed tensors unless they are loaded; return the model's fingerprint.

@@ -95,12 +95,11 @@ class Skeleton:
             )
         # The choice of heads does not change the counts, and meta tensors have no scores.
         unscored = replace(config, scoring="random")
-        self.method = make_method(
-            unscored, find_layers(self.network, backbone.targets), backbone.size
-        )
+        self.classifier = backbone.classifier if config.classifier == "trained" else []
+        layers = find_layers(self.network, backbone.targets, self.classifier)
+        self.method = make_method(unscored, layers, backbone.size)
         pretrained = pretrained_parameters(self.network, backbone.classifier)
         self.adapters = self.method.install(self.network, pretrained)
-        self.classifier = backbone.classifier if config.classifier == "trained" else []
         for parameter in self.classifier:
             parameter.requires_grad_(True)
 

@@ -224,6 +224,13 @@ def test_layers_are_found_by_the_suffixes_of_their_names():
     ]
 
 
+def test_layers_that_are_trained_themselves_get_no_adapter():
+    network = Network()
+    trained = [network.blocks[0]["q_proj"].weight, network.blocks[0]["q_proj"].bias]
+    found = find_layers(network, ["q_proj", "my_q_proj"], trained)
+    assert [layer.name for layer in found] == ["blocks.1.q_proj", "my_q_proj"]
+
+
 def test_nothing_to_adapt_lists_the_linear_layers():
     with pytest.raises(ValueError, match=r"got targets \['query'\].*blocks.0.q_proj.*my_q_proj"):
         find_layers(Network(), ["query"])

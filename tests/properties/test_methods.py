@@ -330,3 +330,12 @@ def test_layers_draw_different_values_from_one_seed():
     for name in ("fedit", "ffa-lora", "ravan"):
         _, (one, two) = build(name, layers=layers)
         assert not torch.equal(one.A, two.A)
+
+
+@every_method
+def test_a_small_budget_is_sent_the_same_as_others_unless_the_method_says_so(name):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    whole, small = (method.broadcast(state, fraction) for fraction in (1.0, 0.5))
+    same = all(torch.equal(small[key], tensor) for key, tensor in whole.items())
+    assert same != method.cuts_broadcast

@@ -22,6 +22,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory
@@ -482,6 +483,23 @@ def test_data_aware_bases_are_sent_to_each_client_once_and_are_counted(tmp_path)
     assert simulation.summary["rounds"] == 4
     all_bytes = sum(size for sizes in by_round.values() for size in sizes.values())
     assert simulation.summary["bytes-down"] == all_bytes
+
+
+def test_a_second_run_of_a_process_begins_with_the_bases_of_the_seed(tmp_path, monkeypatch):
+    """Workers that load their own model have those; with others all their replies were rejected."""
+    begins: list[list[float]] = []
+
+    def start(strategy, *given, **named):
+        begins.append(list(strategy.state.derived))
+        return started(strategy, *given, **named)
+
+    started = FederatedTuning.start
+    monkeypatch.setattr(FederatedTuning, "start", start)
+    first, second = (
+        run(tmp_path, init="data-aware:1", num_rounds=1, local_steps=1) for _ in range(2)
+    )
+    assert begins[0] == begins[1]
+    assert first.summary["metrics"] == second.summary["metrics"]
 
 
 @pytest.mark.slow

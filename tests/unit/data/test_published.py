@@ -132,6 +132,18 @@ def test_csv_with_other_separators_is_refused(mark, tmp_path):
             read()
 
 
+def test_csv_with_a_column_twice_is_refused(tmp_path):
+    """Which of the two would be read, and which would be written beside the answers?"""
+    file = tmp_path / "train.csv"
+    file.write_text("text,label,text\ngood,a,bad\n")
+    for read in (
+        lambda: every_split(str(tmp_path), "", ""),
+        lambda: [*read_rows(file, {"text": "text"})],
+    ):
+        with pytest.raises(ValueError, match=r"\['text'\] more than once"):
+            read()
+
+
 @pytest.mark.parametrize("name", ["csv", "text", "imagefolder"])
 def test_names_of_kinds_of_files_are_no_data(name, tmp_path, monkeypatch):
     """`datasets` reads all files of that kind below the folder in which it runs."""

@@ -48,6 +48,14 @@ def test_a_column_may_have_the_name_of_its_role(tmp_path):
     assert row.values == {"text": "Hello"}
 
 
+def test_an_open_quotation_mark_swallows_no_rows(tmp_path):
+    (tmp_path / "a.csv").write_text('text\ngood one\n"the red\ncat\ndog\n')
+    rows = read_rows(tmp_path / "a.csv", TEXT)
+    assert next(rows).values == {"text": "good one"}
+    with pytest.raises(ValueError, match="line 5 is no CSV"):
+        next(rows)
+
+
 def problems_of(path, columns=TEXT):
     """Return the problem of each row; values are checked as for predictions."""
     problems = []

@@ -196,3 +196,19 @@ ASYNCHRONOUS = [name for name, method in METHODS.items() if method.asynchronous]
 def test_settings_incompatible_with_asynchronous_rounds_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         read_config({"aggregation": "async", **settings})
+
+
+def test_a_reply_after_its_timeout_is_still_expected_over_a_network():
+    """Its bytes count, and the record has it, when it comes."""
+
+    class Silent(Remote):
+        def pull_messages(self, message_ids):
+            for reply in super().pull_messages(message_ids):
+                node = self.registered[reply.metadata.src_node_id]
+                if reply.metadata.message_type != "train" or node.partition_id != 2:
+                    yield reply
+
+    _, strategy, _ = run(Silent(3), 2, timeout=0.2, **ASYNC | {"buffer_size": 3})
+    client = next(c for c in strategy.registry.clients.values() if c.partition_id == 2)
+    reasons = [reason for _, reason in strategy.registry.nodes[client.node_id].late.values()]
+    assert reasons[0] == "late: an update of version 1, after 0.2 s"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import Message
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
@@ -528,3 +529,50 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     cohort = release_class(config).smallest_cohort
     Sampler(config, method, registry, cohort).wait(grid, round_log)
     assert len(clients) == expected
+
+
+def test_messages_that_nobody_answers_are_not_kept():
+    """Those of clients that were asked in addition have the arrays of their round's state."""
+    nodes = Nodes()
+    train_all(nodes, rounds=3, clients_per_round=2, over_sample=2.0)
+    assert not nodes._waiting
+    assert not nodes._last
+
+
+class Later(Nodes):
+    """Partition 1's reply to round 1 arrives in round 2."""
+
+    in_process = False
+
+    def __init__(self):
+        super().__init__()
+        self.late: list[Message] = []
+        self.second_round = False
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        for message in messages:
+            if message.metadata.message_type == "train":
+                self.second_round |= message.content["config"]["round"] == 2
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        if self.second_round:
+            yield from self.late
+            self.late = []
+        for reply in super().pull_messages(message_ids):
+            node = self.registered[reply.metadata.src_node_id]
+            if reply.metadata.message_type == "train" and node.partition_id == 1:
+                self.late.append(reply)
+            else:
+                yield reply
+
+
+def test_a_late_reply_is_recorded_and_is_no_second_fault():
+    notes, strategy, _ = train_all(Later(), rounds=2, timeout=0.2, min_replies=3)
+    first, second = ([entry["reason"] for entry in r["rejected"]] for r in notes.records)
+    assert first == ["no reply within 0.2 s"]
+    late = "late: a reply to round 1, which closed after 0.2 s"
+    assert second == [late, "no reply within 0.2 s"]
+    client = next(c for c in strategy.registry.clients.values() if c.partition_id == 1)
+    assert strategy.registry.nodes[client.node_id].faults == 2  # one in each round

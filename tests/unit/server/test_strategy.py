@@ -625,3 +625,22 @@ def test_equal_reasons_are_reported_once_with_their_clients():
     assert message.count("no such column") == 1
     assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column; " in message
     assert "partition 3: out of memory" in message
+
+
+def test_momentum_does_not_move_the_state_in_a_round_of_which_two_replies_came(caplog):
+    """`weighting=median` changes nothing with two replies, whatever the earlier rounds did."""
+
+    def behave(partition, message):
+        is_training = message.metadata.message_type == "train"
+        if is_training and message.content["config"]["round"] == 2 and partition >= 2:
+            return Message(Error(1, "no memory"), reply_to=message)
+        return None
+
+    settings = {"weighting": "median", "server_optimizer": "momentum", "clients_per_round": 4}
+    settings |= {"evaluate_fn": lambda *_: None, "min_replies": 2}
+    first, second, third = run(Nodes(behave=behave), 3, **settings)[0].states
+    assert torch.equal(first["H"], second["H"])
+    assert not torch.equal(second["H"], third["H"])
+    assert (
+        "2 replies came, and weighting = 'median' changes nothing with fewer than 3" in caplog.text
+    )

@@ -200,3 +200,23 @@ def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not(name, changes):
     else:
         with pytest.raises(ValueError, match=r"changes change by 1 .*0.1 = learning-rate"):
             sums.check_and_add({"change": ones}, 1.0)
+
+
+def test_a_given_norm_limits_changes_and_no_gradients():
+    """`max-update-norm` is of an update; a sketch of gradients has another scale."""
+    for name, changes in CALIBRATED:
+        method, _ = build(name, **changes)
+        sums = CalibrationSums(method.calibration, 0.5, 10.0)
+        ones = torch.full((method.calibration.bytes_up // 4,), 1.0)
+        if changes.get("init") == "data-aware":
+            sums.check({"sketch": ones})
+        else:
+            with pytest.raises(ValueError, match=r"0\.5"):
+                sums.check({"change": ones})
+
+
+def test_a_sketch_of_zeros_is_not_large():
+    sums = MeansByNorm({"x": torch.ones(2)})
+    for values in ([0.0, 0.0], [0.01, 0.03], [0.02, 0.0]):
+        sums.add({"x": torch.tensor(values)}, 1.0)
+    torch.testing.assert_close(sums.close()["x"], torch.tensor([0.01, 0.01]))

@@ -358,6 +358,10 @@ WRONG = {
     "no arrays": (lambda one: one.pop("arrays"), "0 ArrayRecords, expected 1"),
     "two records": (lambda one: one.update({"more": record({"a": np.ones(1)})}), "2 ArrayRecords"),
     "no metrics": (lambda one: one.pop("metrics"), "its metrics are"),
+    "a loss that is NaN": (
+        lambda one: one["metrics"].update({"loss": float("nan")}),
+        "'loss' is nan",
+    ),
     "no weight": (lambda one: one["metrics"].pop("num-examples"), "its metrics are"),
     "no examples": (counting(num_examples=0), "num-examples is 0"),
     "NaN examples": (counting(num_examples=float("nan")), "finite"),

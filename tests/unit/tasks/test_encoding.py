@@ -1,4 +1,4 @@
-"""Processes that start at the same time encode the examples once."""
+"""Examples are encoded once, also by processes that start together; texts have room for words."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -6,9 +6,13 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pytest
+import transformers
 from datasets import Value
 
 from ravan_flwr.tasks.base import encoded_as_it_is, mapped
+from ravan_flwr.tasks.text import tokenize
+from tests.own_models import make_bert
 
 
 def test_the_second_process_uses_the_result_of_the_first(tmp_path):
@@ -39,3 +43,15 @@ def test_the_second_process_uses_the_result_of_the_first(tmp_path):
     alone = datasets.Dataset.from_dict({"x": [1, 2]})
     in_memory = encoded_as_it_is(mapped(alone, function, {"y": Value("int64")}, {}))
     assert in_memory.table["y"].tolist() == [2, 4]
+
+
+def test_a_length_without_room_for_a_word_is_refused(tmp_path):
+    """A text of which only the tokenizer's own tokens are read says nothing."""
+    make_bert(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenize(tokenizer, 3, ["a freeware browser"])["attention_mask"].tolist() == [[1, 1, 1]]
+    for length in (1, 2):
+        with pytest.raises(ValueError, match=f"max-length = {length}: expected at least 3"):
+            tokenize(tokenizer, length, ["a freeware browser"])
+    with pytest.raises(ValueError, match="expected at least 4"):
+        tokenize(tokenizer, 3, ["a"], ["b"])
