@@ -82,7 +82,7 @@ NOT_HERE = {
     r": (ssh|scp|ssh-keygen|useradd|systemctl|journalctl|nginx|sqlite3) ": "changes the machine; "
     "tests/networks types those of docs/deploy.md on hosts of its own",
     r": (cat|cp|ln|mkdir|mv|rm|sha256sum|touch|unzip) ": "is a tool of the system",
-    r": (make|python3?|pytest) ": "takes minutes; the target or module and its options are checked",
+    r": (make|python3?|pytest) ": "takes minutes; the recipe or module and its options are checked",
     r"study (conf/studies|FILE)": "takes hours; tests/runs/test_study.py reads these files",
     r"data=/path/to": "needs a large data set",
 }

@@ -5,8 +5,11 @@ what the program or reader refuses. None runs anything.
 """
 
 import ast
+import functools
 import json
+import os
 import re
+import subprocess
 import textwrap
 import tomllib
 from pathlib import Path
@@ -29,6 +32,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.lab.spec import MACHINE_KEYS, read_study
 from ravan_flwr.simulated_time.devices import read_devices
 from tests.support import ROOT
+from tests.support.printed import Block, commands
 
 PARSERS = {
     "flower-superexec": _parse_args_superexec,
@@ -91,9 +95,26 @@ def check_flower(words: list[str]) -> None:
         read_node(parse_config_args([config]))
 
 
+@functools.cache
+def commands_of_make(*words: str) -> list[list[str]]:
+    """Return the commands of a target's recipe, which `make --dry-run` prints."""
+    outer = ("MAKEFLAGS", "MFLAGS")  # if the tests run under make with settings
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    command = ["make", "--dry-run", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [words for _, words in commands(Block("Makefile", 1, "", done.stdout))]
+
+
 def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert words[1] in targets, f"Makefile has no target {words[1]!r}"
+    recipe = commands_of_make(*words[1:])
+    assert recipe, f"{words}: make runs nothing"
+    for each in recipe:
+        if each[0] in CHECKS:
+            CHECKS[each[0]](each)
+
+
+OTHER_MODULES = [["-m", name] for name in ("venv", "zipfile", "mkdocs")]
 
 
 def check_python(words: list[str]) -> None:
@@ -102,9 +123,11 @@ def check_python(words: list[str]) -> None:
     first, *rest = words[2:] if words[1] == "-m" else words[1:]
     if first == "-c":
         ast.parse(rest[0])
+    elif first == "pip":
+        check_pip(rest)
     elif first == "pytest":
         assert all((ROOT / word).exists() for word in rest if word.startswith("tests"))
-    elif first not in ("venv", "zipfile", "eval.py", "main.py"):  # Python's, and FlowerTune's
+    elif first not in ("eval.py", "main.py") and words[1:3] not in OTHER_MODULES:
         name = first.removeprefix("/opt/ravan-flwr/")
         name = name.replace(".", "/") + ".py" if words[1] == "-m" else name
         source = (ROOT / name).read_text(encoding="utf-8")
