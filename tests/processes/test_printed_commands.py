@@ -232,7 +232,7 @@ def shortened(words: list[str]) -> list[str]:
         settings = {"num-rounds": "2"} if resumes else SHORT
         words = [word for word in words if word.partition("=")[0] not in settings]
         words += [f"{key}={value}" for key, value in settings.items()]
-    return [word.removeprefix("/") for word in words[1:]]
+    return [re.sub("^/|(?<==)/", "", word) for word in words[1:]]
 
 
 def steps(page):
@@ -268,9 +268,9 @@ def test_a_page_works(page, prepared, tmp_path, monkeypatch, capsys, python):
         ]
         shutil.rmtree("DIR", ignore_errors=True)  # several commands make it
         problem = problem_of(main, words)
-        assert not problem or words == ["--version"], f"{place}: {capsys.readouterr().err}"
+        assert not problem or words == ["--version"], f"{place}: {problem}: {capsys.readouterr()}"
         if words[0] == "simulate":  # RUN is the last one from here on
-            last = max(Path("runs").glob("2*"), key=os.path.getmtime)
+            *_, last = sorted(Path("runs").glob("2*"), key=os.path.getmtime)
             for name in ("RUN", "runs/RUN"):
                 shutil.rmtree(name, ignore_errors=True)
                 shutil.copytree(last, name)
