@@ -14,19 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from flwr.common.config import parse_config_args
-from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_superexec
-from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
-from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from ravan_flwr.launch.credentials import make_credentials
 from tests import ROOT
-
-PARSERS = {
-    "flower-superexec": _parse_args_superexec,
-    "flower-superlink": _parse_args_run_superlink,
-    "flower-supernode": _parse_args_run_supernode,
-}
+from tests.support.parsing import PARSERS
 
 
 def parse(command):

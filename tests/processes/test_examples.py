@@ -133,15 +133,6 @@ def test_the_notebook_runs_and_prints_and_draws_what_is_stored(notebook, tmp_pat
     assert "4 heads" in printed["use"]
 
 
-@pytest.mark.slow
-def test_the_pages_code_blocks_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "page"}
-    tuner, _ = PAGE.read_text(encoding="utf-8").split("## Strategies for a Flower app")
-    for block in re.findall(r"^```python\n(.*?)^```$", tuner, re.MULTILINE | re.DOTALL):
-        exec(compile(block, "docs/library.md", "exec"), names)
-
-
 def test_the_printed_configurations_train_and_save_the_classifier():
     for page in (PAGE, ROOT / "README.md"):
         printed = re.findall(

@@ -7,21 +7,23 @@ import pytest
 
 from scripts import check_words
 from tests import ROOT
+from tests.support.printed import PAGES, text_of
 
 FOLDERS = ("docs", "benchmarks/results")
-PAGES = [*ROOT.glob("*.md"), *(page for x in FOLDERS for page in ROOT.glob(f"{x}/**/*.md"))]
+LINK = re.compile(
+    r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)|(?:href|src)=\"([^\"]+)\"|^\[[^]]+\]: (\S+)", re.M
+)
 
 
 def headings(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def links(page):
     """Yield the targets of a page's links in this repository: path and anchor."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in map("".join, LINK.findall(text_of(page))):
         if "://" not in target:
             path, _, anchor = target.partition("#")
             yield (page.parent / path).resolve() if path else page, anchor
@@ -32,6 +34,35 @@ def test_links_have_targets(page):
     for path, anchor in links(page):
         assert path.exists(), f"{page.name} links to {path}"
         assert not anchor or anchor in headings(path), f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    "link", ["[x](other.md#no-heading)", "![x](none.png)", '<a href="none.md">', "[x]: none.md"]
+)
+def test_a_link_without_a_target_is_found(link, tmp_path):
+    (tmp_path / "other.md").write_text("# One heading\n```\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n[x](#page) [x](other.md#one-heading) [x](https://host/none.md)\n")
+    test_links_have_targets(page)
+    page.write_text(f"{page.read_text()}{link}\n")
+    with pytest.raises(AssertionError, match="page.md links to"):
+        test_links_have_targets(page)
+
+
+NAMING = ("ravan_flwr", "scripts", "benchmarks", "deploy", "conf", "examples")
+
+
+def test_pages_named_in_code_exist():
+    files = [path for folder in NAMING for path in ROOT.glob(f"{folder}/**/*") if path.is_file()]
+    files += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml", "mkdocs.yml")]
+    kinds = (".py", ".yaml", ".toml", ".yml", ".service", ".conf", ".example", "")
+    named = {
+        (page, path.name)
+        for path in files if path.suffix in kinds
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }  # fmt: skip
+    assert len(named) > 20
+    assert not {(page, name) for page, name in named if not (ROOT / page).is_file()}
 
 
 def test_every_page_and_picture_is_linked():
