@@ -1,7 +1,7 @@
 """Fine-tune a small vision transformer on handwritten digits by RAVAN, with PEFT and Trainer.
 
     python examples/peft_script.py [FOLDER]      a minute on a CPU, without a connection
-FOLDER gets the adapter. PEFT comes by pip install "ravan-flwr[peft]".
+FOLDER gets the adapter. PEFT comes by pip install -e ".[peft]".
 """
 
 import sys

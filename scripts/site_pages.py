@@ -30,6 +30,7 @@ BESIDE = {"index.md": "README.md"} | {
                  "examples/own_sft/README.md", *RECORDS)
 }  # fmt: skip
 PAGES = {file: page for page, file in BESIDE.items()}
+LIST, IN_LIST = re.compile(r"(?:[-*]|1\.) "), re.compile(r"(?:[-*]|\d+\.)? ")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -49,7 +50,7 @@ def reference() -> str:
     """Write the commands from their own help, and the names that mkdocstrings fills."""
     text = [""]
     for name in re.findall(r"^    ([a-z]+)  ", help_of(), re.MULTILINE):
-        about = help_of(name).split("\nKeys and their defaults")[0].rstrip()
+        about = help_of(name).split("\nKeys and defaults")[0].rstrip()
         text.append(f"## ravan-flwr {name}\n```text\n{about}\n```")
     for package in (ravan_flwr, strategies):
         text.append(f"## {package.__name__}")
@@ -88,6 +89,18 @@ def place(link: tuple[str, str], page: str) -> tuple[str, str]:
     return target.removeprefix("docs/"), link[1]
 
 
+def separate_lists(markdown: str) -> str:
+    """Put an empty line before each list: for Python's Markdown a list begins after one alone."""
+    lines, in_code = list[str](), False
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        before = lines[-1] if lines else ""
+        if not in_code and LIST.match(line) and before.strip() and not IN_LIST.match(before):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Complete the page of commands, and rewrite links to the places of their files."""
     here = page.file.src_uri
@@ -102,4 +115,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             target = f"files/{target}" if is_file else "index.md"
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, separate_lists(markdown))

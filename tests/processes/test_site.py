@@ -28,10 +28,18 @@ def test_pages_load_nothing_from_other_hosts(site):
         assert not re.search(r"url\([\"']?https?:", style.read_text(encoding="utf-8")), style
 
 
+def test_lists_are_lists(site):
+    """Those, too, that follow a paragraph without an empty line between, as GitHub allows."""
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"^(?:<p>)?(?:-|1\.) .*", text, re.MULTILINE), page.name
+
+
 def test_the_site_has_the_generated_pages(site):
     """They are the commands' help, the docstrings of public names, and README as the first page."""
     api = (site / "api.html").read_text(encoding="utf-8")
     assert re.findall(r"usage: ravan-flwr ([a-z]+)", api)[:3] == ["simulate", "plan", "new"]
+    assert "max-staleness" not in api  # the keys have a page of their own
     for name in ("simulate", "RavanConfig", "RavanStrategy", "collect_arrays"):
         assert re.search(rf"id=\"ravan_flwr\.[\w.]+\.{name}\"", api), name
     assert "make run" in (site / "index.html").read_text(encoding="utf-8")
