@@ -6,6 +6,7 @@ The records have the bytes of the definition, and the export is the server's mod
 import itertools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,8 @@ def test_the_exported_model_is_the_servers(run):
             return
         # The files have the pretrained weights plus what the state adds.
         weights = exported.state_dict()
-        method, state = loaded.model.method, state_of(run, 2)
+        method: Any = loaded.model.method
+        state = state_of(run, 2)
         pairs = zip(method.layers, loaded.model.adapters, strict=True)
         added = [part.dense() for part in method.residuals(state)]
         products = [torch.zeros_like(part) for part in added]
