@@ -39,7 +39,10 @@ class PrincipalLoRALinear(ResidualLoRALinear):
         if not weight.is_meta:  # the command `plan` has shapes only
             U, S, Vh = svd(weight.cpu().double())
             root = (S[:rank] / scale).sqrt()
-            self.principal = (U[:, :rank] * root).float(), (root[:, None] * Vh[:rank]).float()
+            B, A = U[:, :rank] * root, root[:, None] * Vh[:rank]
+            # In rows, as they are when a broadcast is loaded: with other strides their product may
+            # be rounded otherwise.
+            self.principal = B.float().contiguous(), A.float().contiguous()
         super().__init__(base, *self.principal, scale)
         self.set_residual(None)
 

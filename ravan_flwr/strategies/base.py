@@ -39,7 +39,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 log = getLogger("flwr")  # where FedAvg logs the same replies
 
 MAX_NORM = 1e15  # of an update; products of two such changes are finite in float32
-RESIDUAL = ("residual", "residual-rank")  # what FedEx-LoRA's arrays have beside the factors
+RESIDUAL = ("residual", "residual-rank")  # of FedEx-LoRA and FedMomentum, beside the factors
 MAX_WEIGHT = 2.0**53  # of a reply; no product with a float32 overflows
 
 

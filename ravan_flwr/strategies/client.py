@@ -39,9 +39,9 @@ _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight h
 def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """Load the global arrays into the active adapter of a PEFT model, and undo `choose`.
 
-    Scales that are missing become one. FedEx-LoRA's residuals are added to the pretrained weights
-    until `restore`. ValueError if an array is missing, unknown or of another shape: then no value
-    has changed.
+    Scales that are missing become one. Residuals, of FedEx-LoRA and FedMomentum, are added to the
+    pretrained weights until `restore`. ValueError if an array is missing, unknown or of another
+    shape: then no value has changed.
 
     Args:
         model: nn.Module. The model that `get_peft_model` returned.
@@ -77,14 +77,14 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
 
 
 def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[Any, Tensor]]:
-    """Return base layers, each with FedEx-LoRA's change of its weight; ValueError for misfits."""
+    """Return base layers, each with its residual; ValueError for misfits."""
     layers = sorted(_adapted_layers(model, "lora_A"), key=lambda pair: pair[0])
     shapes = [Layer(name, layer.out_features, layer.in_features) for name, layer in layers]
     sizes = [Residual.size(shape, rank) for shape in shapes]
     if flat.numel() != sum(sizes):
         raise ValueError(
-            f"arrays: got {flat.numel()} numbers that FedEx-LoRA adds to weights, the model "
-            f"expects {sum(sizes)}; build the model as the server does, with the same "
+            f"arrays: got {flat.numel()} numbers that FedEx-LoRA adds to weights, or FedMomentum, "
+            f"the model expects {sum(sizes)}; build the model as the server does, with the same "
             "configuration of PEFT"
         )
     changes = []
@@ -92,7 +92,7 @@ def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[A
         base = layer.get_base_layer()
         if not base.weight.is_floating_point():
             raise ValueError(
-                f"arrays: got what FedEx-LoRA adds to a weight, and a weight of "
+                f"arrays: got what FedEx-LoRA or FedMomentum adds to a weight, and a weight of "
                 f"{base.weight.dtype}, expected floating point; load the backbone without "
                 "quantisation"
             )

@@ -5,6 +5,7 @@ reply has the arrays that the method's clients train. Where ranks may differ, it
 that the client's budget fraction allows. FedEx-LoRA's global arrays also have the residuals added
 to the weights so far, as the method's state has them (methods/lora.py): `residual`, of all layers
 in the order of their names, and `residual-rank`. A client adds them, times its LoRA's scaling.
+FedMomentum's have the same.
 """
 
 from typing import ClassVar
@@ -93,12 +94,12 @@ class LoraArrays:
 
 
 def check_residual(arrays: Tensors) -> None:
-    """Raise ValueError if arrays have FedEx-LoRA's residuals without their rank, or vice versa."""
+    """Raise ValueError if arrays have residuals without their rank, or vice versa."""
     missing = [name for name in RESIDUAL if name not in arrays]
     if len(missing) == 1:
         raise ValueError(
             f"array {missing[0]!r} is missing, expected both of {', '.join(RESIDUAL)} or none; "
-            "give the arrays as FedEx-LoRA's strategy sent them"
+            "give the arrays as the strategy sent them"
         )
 
 
@@ -130,6 +131,15 @@ class FedExLoraStrategy(LoraStrategy):
     """
 
     method: ClassVar[str] = "fedex-lora"
+
+
+class FedMomentumStrategy(LoraStrategy):
+    """Keep the leading part of the mean product in B and A, add the rest to W (Yan et al., 2026).
+
+    The rest is sent as a residual: `load_arrays` adds it to the weight, `restore` removes it.
+    """
+
+    method: ClassVar[str] = "fedmomentum"
 
 
 class FFALoraStrategy(LoraStrategy):

@@ -173,6 +173,7 @@ METHODS = {
     "fedit": (FedAvg, lora, "", (1.0, 1.0)),
     "ffa-lora": (strategies.FFALoraStrategy, lora, "lora_A", (1.0, 1.0)),
     "fedex-lora": (strategies.FedExLoraStrategy, lora, "", (1.0, 1.0)),
+    "fedmomentum": (strategies.FedMomentumStrategy, lora, "", (1.0, 1.0)),
     "flexlora": (strategies.FlexLoraStrategy, lora, "", BUDGETS),
     "hetlora": (strategies.HetLoraStrategy, lora, "", BUDGETS),
 }

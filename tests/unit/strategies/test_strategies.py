@@ -35,6 +35,7 @@ SHARES = (1.0, 0.34, 0.67, 0.67)
 BASELINES = {
     "fedex-lora": FedExLoraStrategy,
     "ffa-lora": FFALoraStrategy,
+    "fedmomentum": strategies.FedMomentumStrategy,
     "fedrot-lora": strategies.FedRotLoraStrategy,
     "fedsvd": strategies.FedSVDStrategy,
     "flexlora": FlexLoraStrategy,
@@ -185,7 +186,7 @@ def test_a_baseline_equals_the_apps(method, strategy):
     for name, array in named_factors(states[-1]).items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-6, err_msg=name)
     added = [name for name in got if "residual" in name]
-    assert bool(added) == (method == "fedex-lora")
+    assert bool(added) == (method in ("fedex-lora", "fedmomentum"))
     if added:
         state = {name: torch.from_numpy(got[name]) for name in added}
         expected = app.residuals(states[-1])
