@@ -226,7 +226,7 @@ def test_layers_are_found_by_the_suffixes_of_their_names():
 
 def test_layers_that_are_trained_themselves_get_no_adapter():
     network = Network()
-    trained = [network.blocks[0]["q_proj"].weight, network.blocks[0]["q_proj"].bias]
+    trained = network.get_submodule("blocks.0.q_proj").parameters()
     found = find_layers(network, ["q_proj", "my_q_proj"], trained)
     assert [layer.name for layer in found] == ["blocks.1.q_proj", "my_q_proj"]
 
