@@ -75,7 +75,8 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
         if language == "python":
             exec(compile(text, "docs/your-own-task.md", "exec"), {})
             if "train.csv" in text:
-                shorten(folder / "texts" / "train.csv")
+                for name in ("train.csv", "test.csv"):
+                    shorten(folder / "texts" / name)
         else:
             for line in text.strip().splitlines():
                 assert len(line.split()) <= 12, "too many words to type"
@@ -91,11 +92,11 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
     output = "\n".join(printed)
     assert (folder / "conf" / "docs.yaml").is_file()
     assert "macro-f1" in output.lower()
-    predicted, sevens = (
+    predicted, sevens, tested = (
         list(csv.DictReader((folder / name).read_text(encoding="utf-8").splitlines()))
-        for name in ("predicted.csv", "sevens.csv")
+        for name in ("predicted.csv", "sevens.csv", "texts/test.csv")
     )
-    assert len(predicted) > 500
+    assert len(predicted) == len(tested) > 200
     assert {row["label"] for row in sevens} <= set("0123456789")
     assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", output)
     assert transformers.AutoConfig.from_pretrained(folder / "digits").id2label[7] == "7"
