@@ -235,6 +235,12 @@ def check_trained(model: nn.Module) -> list[str]:
     return sorted(trained)
 
 
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the active adapter that are not trained."""
+    sent = {tensor.data_ptr() for tensor in _adapter_tensors(model).values()}
+    return [p for p in model.parameters() if not p.requires_grad and p.data_ptr() in sent]
+
+
 def _undo_choice(model: nn.Module) -> None:
     for module, name in list(_chosen_tensors(model)):
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
