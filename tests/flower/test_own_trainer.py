@@ -175,7 +175,7 @@ def test_faulty_trainers_are_rejected_in_a_run_that_goes_on(python, tmp_path):
         expected = [reason for begin, reason in filter(None, FAULTS.values()) if begin <= number]
         assert len(reasons) == len(expected)
         for reason in expected:
-            assert sum(re.search(reason, each) is not None for each in reasons) == 1, reason
+            assert sum(re.search(reason, r) is not None for r in reasons) == 1, (reason, reasons)
     assert "ended after 7 of 30 steps" in log
     missing = [float(number) for number in re.findall(r"'missing-steps': '([\d.e+]+)'", log)]
     assert missing == pytest.approx([23 / 4, 23 / 3], rel=0.01)  # clients have about as many rows
