@@ -219,7 +219,9 @@ def check_trained(model: nn.Module) -> list[str]:
     """
     adapter = _active_adapter(model)
     if not _adapted_layers(model, "ravan_H") and not _adapted_layers(model, "lora_A"):
-        tuner = type(getattr(model, "base_model", model)).__name__
+        peft: Any = model
+        config = peft.peft_config[adapter]
+        tuner = type(config if config.is_prompt_learning else peft.base_model).__name__
         raise ValueError(
             f"model: its adapter {adapter!r} is of a {tuner}, expected heads or a LoRA; make the "
             "model with RavanConfig or LoraConfig"

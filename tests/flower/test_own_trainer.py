@@ -136,27 +136,57 @@ def test_a_decoder_learns_in_a_simulation(python, tmp_path):
         assert log.count("Received 2 results and 0 failures") == 6
 
 
-def deployed(app, settings, deployment, folder):
-    """Run a copy of an app on the deployment's SuperNodes; return its log."""
+@pytest.fixture(scope="module")
+def supernodes(deployment):
+    deployment.start_nodes()
+    return deployment
+
+
+def deployed(app, settings, supernodes, folder):
+    """Run a copy of an app on the SuperNodes; return its log."""
     ignored = shutil.ignore_patterns("__pycache__")
     copied = shutil.copytree(app, folder / app.name, ignore=ignored)
-    deployment.start_nodes()
-    run = deployment.run(settings, copied)
+    run = supernodes.run(settings, copied)
     assert run.wait() == "finished:completed", run.log
     return run.log
 
 
 @pytest.mark.slow
-def test_the_example_learns_on_two_supernodes(tmp_path, deployment):
+def test_the_example_learns_on_two_supernodes(tmp_path, supernodes):
     """Every message starts a process of its own there."""
-    log = deployed(APP, 'strategy="ravan" num-server-rounds=2', deployment, tmp_path)
+    log = deployed(APP, 'strategy="ravan" num-server-rounds=2', supernodes, tmp_path)
     assert accuracies(log)[-1] > 0.6
     assert log.count("Received 2 results and 0 failures") == 2
 
 
 @pytest.mark.slow
-def test_a_decoder_learns_on_two_supernodes(tmp_path, deployment):
-    log = deployed(SFT, 'strategy="ffa-lora" num-server-rounds=2', deployment, tmp_path)
+def test_a_supernodes_client_trains_in_two_processes(tmp_path, supernodes):
+    """The numbers are those of one process with the whole batch, on the same SuperNodes."""
+    measured = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        app = shutil.copytree(APP, folder / "changed" / APP.name)
+        client = app / "own_trainer" / "client_app.py"
+        changes = {
+            "federated(make_trainer)": f"federated(make_trainer, processes={processes})",
+            "per_device_train_batch_size=32": f"per_device_train_batch_size={32 // processes}",
+            "max_steps=30": "max_steps=3, use_cpu=True",
+        }
+        text = client.read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        client.write_text(text)
+        log = deployed(app, 'strategy="fedit" num-server-rounds=1', supernodes, folder)
+        assert log.count("Received 2 results and 0 failures") == 1
+        (loss,) = re.findall(r"'train-loss': ([\d.]+)", log)
+        measured.append([*accuracies(log), float(loss)])
+    assert measured[1] == pytest.approx(measured[0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_decoder_learns_on_two_supernodes(tmp_path, supernodes):
+    log = deployed(SFT, 'strategy="ffa-lora" num-server-rounds=2', supernodes, tmp_path)
     first, last = losses(log)
     assert last < first
     assert log.count("Received 2 results and 0 failures") == 4
