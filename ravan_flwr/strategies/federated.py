@@ -92,7 +92,7 @@ def federated(
         raise ValueError(f"processes = {processes!r}: expected a whole number above 0; pass 2, say")
     if processes > 1 and (model is not None or not callable(work)):
         raise ValueError(
-            f"processes = {processes}: got {'a function that trains' if model else 'a trainer'}, "
+            f"processes = {processes}: got {'a trainer' if model is None else 'a function that trains'}, "
             "expected a function of the context that returns a Trainer, since each process makes "
             "its own; pass build"
         )
@@ -223,6 +223,11 @@ class TrainerLoop:
             raise ValueError(
                 f"processes = {processes}: the Trainer found {trainer.args.world_size}, expected "
                 "as many; without GPUs pass use_cpu=True in its TrainingArguments"
+            )
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "trainer: got FSDP or DeepSpeed, which divide the parameters among processes, "
+                "expected neither, so that one process has all; leave them out of its arguments"
             )
         self.trainer: Any = trainer
         self.model: Any = self.trainer.model

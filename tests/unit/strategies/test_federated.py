@@ -478,6 +478,10 @@ INVALID: dict[str, tuple[Any, str]] = {
         lambda f: federated(_optimised(make_trainer(f, make_model()))),
         "got one with an optimiser .* pass optimizer_cls_and_kwargs",
     ),
+    "divided parameters": (
+        lambda f: federated(divided(make_trainer(f, make_model()))),
+        "got FSDP or DeepSpeed, which divide .* leave them out of its arguments",
+    ),
     "no trainer": (
         lambda f: federated(lambda context: make_model()),
         "got a PeftModel, expected a Trainer of transformers or trl",
@@ -501,6 +505,11 @@ INVALID: dict[str, tuple[Any, str]] = {
         "fraction = 2.0: expected a number above 0 and at most 1",
     ),
 }  # fmt: skip
+
+
+def divided(trainer):
+    trainer.is_fsdp_enabled = True  # as accelerate's environment variables make it
+    return trainer
 
 
 def _optimised(trainer):
