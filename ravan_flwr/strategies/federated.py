@@ -91,10 +91,10 @@ def federated(
     if not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes = {processes!r}: expected a whole number above 0; pass 2, say")
     if processes > 1 and (model is not None or not callable(work)):
+        got = "a trainer" if model is None else "a function that trains"
         raise ValueError(
-            f"processes = {processes}: got {'a trainer' if model is None else 'a function that trains'}, "
-            "expected a function of the context that returns a Trainer, since each process makes "
-            "its own; pass build"
+            f"processes = {processes}: got {got}, expected a function of the context that "
+            "returns a Trainer, since each process makes its own; pass build"
         )
     client = Client(work, model, budget, score, selection, keep_optimizer, processes)
     app = ClientApp()

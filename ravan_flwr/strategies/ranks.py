@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from flwr.app import Context, RecordDict
 from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported all the same
 from torch.multiprocessing.spawn import (
     ProcessException,
     ProcessExitedException,
@@ -39,7 +40,7 @@ def answer_in_ranks(
             "expected one at the top of a module; define it there, without lambda"
         ) from error
     with TemporaryDirectory() as folder:
-        store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         started = start_processes(_answer, (call, ranks, store.port, folder), ranks, join=False)
         try:
             while not started.join(grace_period=GRACE):
@@ -66,7 +67,7 @@ def _answer(rank: int, call: bytes, ranks: int, port: int, folder: str) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in numbers.items()}
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-    # The store is the first process's, as with torchrun: nobody can take its port meanwhile.
+    # The store is the first process's, as with torchrun: no other program can take its port.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         # Only now: it imports the user's module, which may ask accelerate for the rank.
