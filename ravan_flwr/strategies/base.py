@@ -172,8 +172,7 @@ class MethodStrategy(FedAvg):
             )
         answered, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         problems = {
-            reply.metadata.src_node_id: f"its client failed: {plain(str(reply.error.reason))}"
-            for reply in failed
+            reply.metadata.src_node_id: f"its client failed: {_reason(reply)}" for reply in failed
         }
         sent, tensors, translated = self._sent
         method = translated.method
@@ -279,6 +278,13 @@ class MethodStrategy(FedAvg):
                 f"metric {shown(wrong[0])} is {metrics[wrong[0]]}, expected finite numbers"
             )
         return weight if self.weighting == "examples" else 1.0
+
+
+def _reason(reply: Message) -> str:
+    """Return why a client failed; in Flower's simulation, that is what follows Ray's traceback."""
+    text = str(reply.error.reason)
+    _, after_traceback, message = text.rpartition("ClientAppException occurred. Message: ")
+    return plain(message.removesuffix("'>") if after_traceback else text)
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:

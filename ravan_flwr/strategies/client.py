@@ -219,7 +219,9 @@ def check_trained(model: nn.Module) -> list[str]:
     """
     adapter = _active_adapter(model)
     if not _adapted_layers(model, "ravan_H") and not _adapted_layers(model, "lora_A"):
-        tuner = type(getattr(model, "base_model", model)).__name__
+        peft: Any = model
+        config = peft.peft_config[adapter]
+        tuner = type(config if config.is_prompt_learning else peft.base_model).__name__
         raise ValueError(
             f"model: its adapter {adapter!r} is of a {tuner}, expected heads or a LoRA; make the "
             "model with RavanConfig or LoraConfig"
@@ -233,6 +235,12 @@ def check_trained(model: nn.Module) -> list[str]:
             "in modules_to_save"
         )
     return sorted(trained)
+
+
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the active adapter that are not trained."""
+    sent = {tensor.data_ptr() for tensor in _adapter_tensors(model).values()}
+    return [p for p in model.parameters() if not p.requires_grad and p.data_ptr() in sent]
 
 
 def _undo_choice(model: nn.Module) -> None:

@@ -14,6 +14,8 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +27,15 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.strategies.client import check_trained, choose, collect_arrays, load_arrays, restore
+from ravan_flwr.strategies.client import (
+    check_trained,
+    choose,
+    collect_arrays,
+    frozen_parameters,
+    load_arrays,
+    restore,
+)
+from ravan_flwr.strategies.ranks import Answer, answer_in_ranks
 
 log = getLogger("flwr")
 
@@ -37,7 +47,7 @@ STATE = "federated"  # record of a node's state: names of trained parameters, th
 def federated(
     work: Any, model: nn.Module | Callable[[Context], nn.Module] | None = None, *,
     budget: float | Callable[[Context], float] | None = None, score: str = "random",
-    selection: str = "layer", keep_optimizer: bool = False,
+    selection: str = "layer", keep_optimizer: bool = False, processes: int = 1,
 ) -> ClientApp:  # fmt: skip
     """Return a Flower ClientApp that trains a PEFT model by a loop that exists.
 
@@ -64,6 +74,9 @@ def federated(
         keep_optimizer: bool (default: False). Whether a Trainer's optimiser continues with the
             moments of the node's last round, which Flower keeps in the node's context. The schedule
             of learning rates begins anew. For a Trainer with the full budget alone.
+        processes: int (default: 1). How many processes train a Trainer's model on this machine, a
+            GPU each, as `torchrun` would. Each calls `work`, which has to be a function at the top
+            of a module. The batch of a step is `processes` times as large.
 
     Returns:
         A ClientApp for training and, of a Trainer with `eval_dataset`, evaluation. A resumed run
@@ -75,25 +88,59 @@ def federated(
             "Trainer for the one or the other; keep the optimiser in the function, or pass "
             "score='weight'"
         )
+    if not isinstance(processes, int) or processes < 1:
+        raise ValueError(f"processes = {processes!r}: expected a whole number above 0; pass 2, say")
+    if processes > 1 and (model is not None or not callable(work)):
+        got = "a trainer" if model is None else "a function that trains"
+        raise ValueError(
+            f"processes = {processes}: got {got}, expected a function of the context that "
+            "returns a Trainer, since each process makes its own; pass build"
+        )
+    client = Client(work, model, budget, score, selection, keep_optimizer, processes)
     app = ClientApp()
 
-    def loop_for(context: Context) -> "TrainerLoop | FunctionLoop":
-        if model is None:
-            return TrainerLoop(work, context, keep_optimizer=keep_optimizer)
-        return FunctionLoop(work, model if isinstance(model, nn.Module) else model(context))
+    def reply(answer: Answer, message: Message, context: Context) -> Message:
+        content = message.content
+        if processes > 1:
+            return Message(answer_in_ranks(answer, processes, content, context), reply_to=message)
+        return Message(answer(content, context), reply_to=message)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    app.train()(partial(reply, client.train))
+    app.evaluate()(partial(reply, client.evaluate))
+    return app
+
+
+@dataclass(frozen=True)
+class Client:
+    """Answer messages by a loop; the fields are the arguments of `federated`."""
+
+    work: Any
+    model: nn.Module | Callable[[Context], nn.Module] | None
+    budget: float | Callable[[Context], float] | None
+    score: str
+    selection: str
+    keep_optimizer: bool
+    processes: int
+
+    def loop(self, context: Context) -> "TrainerLoop | FunctionLoop":
+        """Make the node's loop."""
+        if self.model is None:
+            return TrainerLoop(self.work, context, self.processes, self.keep_optimizer)
+        model = self.model if isinstance(self.model, nn.Module) else self.model(context)
+        return FunctionLoop(self.work, model)
+
+    def train(self, content: RecordDict, context: Context) -> RecordDict:
+        """Load, choose, train, collect, restore."""
         config: Config = {**context.run_config, **context.node_config}
-        for record in message.content.config_records.values():
+        for record in content.config_records.values():
             config |= record
-        loop, state = loop_for(context), context.state.setdefault(STATE, ConfigRecord())
+        loop, state = self.loop(context), context.state.setdefault(STATE, ConfigRecord())
         assert isinstance(state, ConfigRecord)
         trained = check_trained(loop.model)
         _check_same(trained, cast(list[str], state.setdefault("trained", trained)))
-        share = budget(context) if callable(budget) else budget
+        share = self.budget(context) if callable(self.budget) else self.budget
         fraction = config.get("budget", 1.0) if share is None else share
-        if keep_optimizer and fraction != 1:
+        if self.keep_optimizer and fraction != 1:
             raise ValueError(
                 f"keep_optimizer = True: got the budget fraction {fraction!r}, expected 1, since "
                 "other heads are trained in other rounds; leave keep_optimizer out"
@@ -102,10 +149,11 @@ def federated(
         partition = config.get("partition-id", context.node_id)
         this_round = ClientRound(loop.seed(config), number, partition)
         try:
-            load_arrays(loop.model, _only(message))
+            load_arrays(loop.model, _only(content))
             if fraction != 1:
+                _seed_everything(this_round)  # the mini-batch that scores heads
                 choose(
-                    loop.model, fraction, score, selection=selection,
+                    loop.model, fraction, self.score, selection=self.selection,
                     generator=this_round.generator("heads"), backward=loop.backward,
                 )  # fmt: skip
             metrics = _record(loop.train(this_round, config, state))
@@ -119,20 +167,18 @@ def federated(
                     f"array {name!r} is not finite after training, expected finite numbers; lower "
                     "the learning rate, or clip gradients"
                 )
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+        return RecordDict({"arrays": arrays, "metrics": metrics})
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        loop = loop_for(context)
+    def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
+        """Load, evaluate, restore."""
+        loop = self.loop(context)
         check_trained(loop.model)
         try:
-            load_arrays(loop.model, _only(message))
+            load_arrays(loop.model, _only(content))
             metrics = _record(loop.evaluate())
         finally:
             restore(loop.model)
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    return app
+        return RecordDict({"metrics": metrics})
 
 
 class FunctionLoop:
@@ -163,7 +209,7 @@ class FunctionLoop:
 class TrainerLoop:
     """Train by a Trainer, whose arguments are others during a round."""
 
-    def __init__(self, work: Any, context: Context, *, keep_optimizer: bool) -> None:
+    def __init__(self, work: Any, context: Context, processes: int, keep_optimizer: bool) -> None:
         from transformers import Trainer  # noqa: PLC0415 (heavy, and no function needs it)
 
         trainer: Any = work(context) if callable(work) else work
@@ -172,6 +218,16 @@ class TrainerLoop:
                 f"federated: got a {type(trainer).__name__}, expected a Trainer of transformers or "
                 "trl, or a function of the context that returns one; to a function that trains, "
                 "add the model"
+            )
+        if processes > 1 and trainer.args.world_size != processes:
+            raise ValueError(
+                f"processes = {processes}: the Trainer found {trainer.args.world_size}, expected "
+                "as many; without GPUs pass use_cpu=True in its TrainingArguments"
+            )
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "trainer: got FSDP or DeepSpeed, which divide the parameters among processes, "
+                "expected neither, so that one process has all; leave them out of its arguments"
             )
         self.trainer: Any = trainer
         self.model: Any = self.trainer.model
@@ -182,9 +238,12 @@ class TrainerLoop:
         return int(self.trainer.args.seed)
 
     def backward(self) -> None:
-        """Run one mini-batch forward and backward."""
+        """Run one mini-batch forward and backward; every process gets the mean gradients."""
         batch = next(iter(self.trainer.get_train_dataloader()))
         self.trainer.compute_loss(self.model, batch).backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
 
     def train(self, this_round: ClientRound, config: Config, state: ConfigRecord) -> Metrics:
         """Call `trainer.train()`, with a new optimiser and a new schedule."""
@@ -206,6 +265,14 @@ class TrainerLoop:
         for callback in trainer.callback_handler.callbacks:
             if hasattr(callback, "logging_dir") and "TENSORBOARD_LOGGING_DIR" not in os.environ:
                 callback.logging_dir = None  # TensorBoard's, which is in the last round's folder
+        frozen = frozen_parameters(self.model)
+
+        def freeze(*_: object) -> None:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+        # PEFT trains all of an adapter that it makes active, which DPOTrainer does in every step.
+        hook = self.model.register_forward_pre_hook(freeze)
         trainer.model_wrapped = self.model  # its parameters are others since `choose`
         try:
             if self.keep_optimizer and "optimizer" in state:
@@ -213,24 +280,27 @@ class TrainerLoop:
                 optimizer = trainer.create_optimizer()
                 kept = torch.load(moments, map_location="cpu", weights_only=True)
                 optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
-            loss = trainer.train().training_loss
+            local = trainer.train().training_loss
+            loss = trainer.accelerator.reduce(torch.tensor(local, device=args.device), "mean")
             if self.keep_optimizer:
                 moments = io.BytesIO()
                 torch.save(trainer.optimizer.state_dict()["state"], moments)
                 state["optimizer"] = moments.getvalue()
         finally:
+            hook.remove()
+            freeze()
             # Accelerate wraps `forward` for mixed precision, and would wrap it again in each round.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
             vars(self.model).pop("_is_accelerate_prepared", None)  # or the next round is in float32
             trainer.optimizer = trainer.lr_scheduler = None
             trainer.args = args
         steps, expected = trainer.state.global_step, trainer.state.max_steps
-        if steps < expected:
+        if steps < expected and args.process_index == 0:
             log.warning("round %d: ended after %d of %d steps", this_round.round, steps, expected)
         examples = trainer.train_dataset  # a stream has no length
-        seen = steps * args.train_batch_size * args.gradient_accumulation_steps
+        seen = steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return {
-            "train-loss": loss, "steps": steps, "missing-steps": expected - steps,
+            "train-loss": loss.item(), "steps": steps, "missing-steps": expected - steps,
             "num-examples": len(examples) if isinstance(examples, Sized) else seen,
         }  # fmt: skip
 
@@ -252,8 +322,8 @@ class TrainerLoop:
         return measured | {"num-examples": number}
 
 
-def _only(message: Message) -> ArrayRecord:
-    (arrays,) = message.content.array_records.values()
+def _only(content: RecordDict) -> ArrayRecord:
+    (arrays,) = content.array_records.values()
     return arrays
 
 

@@ -16,15 +16,18 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from peft import get_peft_model_state_dict
+from transformers import TrainerCallback
 
-from ravan_flwr.strategies import RavanStrategy, federated
+from ravan_flwr.strategies import FFALoraStrategy, RavanStrategy, federated
 from tests import ROOT
+from tests.flower.faulty_trainers import FAULTS
 from tests.flower.in_turn import BEGINS
 from tests.flower.test_own_app import accuracies
 from tests.unit.strategies.test_federated import Grid, numbers, run, train_only
 
 NODES = 2
 APP = ROOT / "examples" / "own_trainer"
+SFT = ROOT / "examples" / "own_sft"
 STRATEGIES = ("ravan", "fedit", "ffa-lora")
 
 
@@ -41,6 +44,12 @@ def run_in_process(monkeypatch, app, settings, caplog):
     with caplog.at_level("INFO", "flwr"):
         parts["server"].app(grid, Context(1, 0, {}, RecordDict(), settings))
     return caplog.text
+
+
+def losses(log):
+    """Return the clients' mean loss after each round."""
+    table = log[log.rindex("ClientApp-side Evaluate Metrics") :]
+    return [float(number) for number in re.findall(r"'eval-loss': '([\d.e+-]+)'", table)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -61,11 +70,9 @@ def test_the_example_learns(strategy, monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_decoder_learns_by_trls_trainer(strategy, monkeypatch, tmp_path, caplog):
     monkeypatch.chdir(tmp_path)
-    app = ROOT / "examples" / "own_sft"
     settings = {"strategy": strategy, "num-server-rounds": 3}
-    log = run_in_process(monkeypatch, app, settings, caplog)
-    table = log[log.rindex("ClientApp-side Evaluate Metrics") :]
-    first, _, last = map(float, re.findall(r"'eval-loss': '([\d.e+-]+)'", table))
+    log = run_in_process(monkeypatch, SFT, settings, caplog)
+    first, _, last = losses(log)
     assert last < 0.8 * first
     assert log.count("Received 2 results and 0 failures") == 6
     assert "rejected" not in log
@@ -95,41 +102,131 @@ def test_the_script_runs_without_flower(tmp_path):
     assert (tmp_path / "digits-adapter" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_the_example_learns_in_a_simulation(python, tmp_path):
-    """All strategies run in one simulation, since Ray takes half a minute to start."""
-    configs = [{"strategy": name, "num-server-rounds": 2} for name in STRATEGIES]
-    words = ["-m", "tests.flower.in_turn", "own_trainer", "2", json.dumps(configs)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(APP)])}
-    done = python.run(words, folder=tmp_path, environment=environment)
+def simulated(python, app, configs, folder, *, package=None, nodes=NODES):
+    """Run an app, or a package that changes it, with each run config in one simulation.
+
+    Return the logs. Ray takes half a minute to start.
+    """
+    package = package or app.name
+    words = ["-m", "tests.flower.in_turn", package, str(nodes), json.dumps(configs)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(app)])}
+    done = python.run(words, folder=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     _, *logs = done.stderr.split(BEGINS)
-    assert len(logs) == len(STRATEGIES)
-    for log in logs:
+    assert len(logs) == len(configs)
+    return logs
+
+
+@pytest.mark.slow
+def test_the_example_learns_in_a_simulation(python, tmp_path):
+    configs = [{"strategy": name, "num-server-rounds": 2} for name in STRATEGIES]
+    for log in simulated(python, APP, configs, tmp_path):
         assert accuracies(log)[-1] > 0.6
         assert "rejected" not in log
         assert log.count("Received 2 results and 0 failures") == 2
 
 
 @pytest.mark.slow
-def test_the_example_learns_on_two_supernodes(tmp_path, deployment):
-    """Every message starts a process of its own there."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    app = shutil.copytree(APP, tmp_path / "own_trainer", ignore=ignored)
+def test_a_decoder_learns_in_a_simulation(python, tmp_path):
+    configs = [{"strategy": name, "num-server-rounds": 3} for name in STRATEGIES]
+    for log in simulated(python, SFT, configs, tmp_path):
+        first, _, last = losses(log)
+        assert last < 0.8 * first
+        assert "rejected" not in log
+        assert log.count("Received 2 results and 0 failures") == 6
+
+
+@pytest.fixture(scope="module")
+def supernodes(deployment):
     deployment.start_nodes()
-    run = deployment.run('strategy="ravan" num-server-rounds=2', app)
+    return deployment
+
+
+def deployed(app, settings, supernodes, folder):
+    """Run a copy of an app on the SuperNodes; return its log."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    copied = shutil.copytree(app, folder / app.name, ignore=ignored)
+    run = supernodes.run(settings, copied)
     assert run.wait() == "finished:completed", run.log
-    assert accuracies(run.log)[-1] > 0.6
-    assert run.log.count("Received 2 results and 0 failures") == 2
+    return run.log
+
+
+@pytest.mark.slow
+def test_the_example_learns_on_two_supernodes(tmp_path, supernodes):
+    """Every message starts a process of its own there."""
+    log = deployed(APP, 'strategy="ravan" num-server-rounds=2', supernodes, tmp_path)
+    assert accuracies(log)[-1] > 0.6
+    assert log.count("Received 2 results and 0 failures") == 2
+
+
+@pytest.mark.slow
+def test_a_supernodes_client_trains_in_two_processes(tmp_path, supernodes):
+    """The numbers are those of one process with the whole batch, on the same SuperNodes."""
+    measured = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        app = shutil.copytree(APP, folder / "changed" / APP.name)
+        client = app / "own_trainer" / "client_app.py"
+        changes = {
+            "federated(make_trainer)": f"federated(make_trainer, processes={processes})",
+            "per_device_train_batch_size=32": f"per_device_train_batch_size={32 // processes}",
+            "max_steps=30": "max_steps=3, use_cpu=True",
+        }
+        text = client.read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        client.write_text(text)
+        log = deployed(app, 'strategy="fedit" num-server-rounds=1', supernodes, folder)
+        assert log.count("Received 2 results and 0 failures") == 1
+        (loss,) = re.findall(r"'train-loss': ([\d.]+)", log)
+        measured.append([*accuracies(log), float(loss)])
+    assert measured[1] == pytest.approx(measured[0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_decoder_learns_on_two_supernodes(tmp_path, supernodes):
+    log = deployed(SFT, 'strategy="ffa-lora" num-server-rounds=2', supernodes, tmp_path)
+    first, last = losses(log)
+    assert last < first
+    assert log.count("Received 2 results and 0 failures") == 4
+
+
+@pytest.mark.slow
+def test_faulty_trainers_are_rejected_in_a_run_that_goes_on(python, tmp_path):
+    """Their reasons are the clients' own; what ends early counts, and is reported."""
+    settings = {"strategy": "ravan", "num-server-rounds": 2}
+    package = "tests.flower.faulty_trainers"
+    (log,) = simulated(python, APP, [settings], tmp_path, package=package, nodes=len(FAULTS))
+    assert accuracies(log)[-1] > 0.6
+    for number in (1, 2):
+        (line,) = re.findall(rf"REJECTED {number} (.*)", log)
+        reasons = json.loads(line)
+        expected = [reason for begin, reason in filter(None, FAULTS.values()) if begin <= number]
+        assert len(reasons) == len(expected)
+        for reason in expected:
+            assert sum(re.search(reason, r) is not None for r in reasons) == 1, (reason, reasons)
+    assert "ended after 7 of 30 steps" in log
+    missing = [float(number) for number in re.findall(r"'missing-steps': '([\d.e+]+)'", log)]
+    assert missing == pytest.approx([23 / 4, 23 / 3], rel=0.01)  # clients have about as many rows
+
+
+class NoGradientOfA(TrainerCallback):
+    """Check that A has no gradient, which would count when gradients are clipped."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        gradients = {name: p.grad for name, p in model.named_parameters() if "default" in name}
+        assert {"lora_B" in name for name, g in gradients.items() if g is not None} == {True, False}
+        assert not any("lora_A" in name for name, g in gradients.items() if g is not None)
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.filterwarnings("ignore")  # warnings of trl
-@pytest.mark.parametrize("method", ["ravan", "fedit"])
+@pytest.mark.parametrize("method", STRATEGIES)
 def test_trls_dpo_trainer_keeps_its_reference(method, tmp_path, monkeypatch):
     """The reference is the adapter that the run began with, in every round."""
     trl = pytest.importorskip("trl")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "own_sft")
+    monkeypatch.syspath_prepend(SFT)
     task = importlib.import_module("own_sft.task")
     pairs = {"prompt": ["two plus two is"], "chosen": [" four"], "rejected": [" nine"]}
     options = trl.DPOConfig(
@@ -141,14 +238,19 @@ def test_trls_dpo_trainer_keeps_its_reference(method, tmp_path, monkeypatch):
     trainer = trl.DPOTrainer(
         model, args=options, processing_class=task.make_tokenizer(),
         train_dataset=datasets.Dataset.from_dict({name: 4 * x for name, x in pairs.items()}),
+        callbacks=[NoGradientOfA()] if method == "ffa-lora" else [],
     )  # fmt: skip
     references = {name: p.clone() for name, p in model.named_parameters() if ".ref" in name}
     assert references
-    strategy = train_only(RavanStrategy if method == "ravan" else FedAvg)
+    kinds = {"ravan": RavanStrategy, "fedit": FedAvg, "ffa-lora": FFALoraStrategy}
+    strategy = train_only(kinds[method])
     budget = 0.5 if method == "ravan" else 1.0
     initial = {k: t.clone().numpy() for k, t in get_peft_model_state_dict(model).items()}
     result = numbers(run(strategy, [federated(trainer, budget=budget)], model))
     assert result.keys() == initial.keys()
-    assert any(not np.array_equal(result[name], array) for name, array in initial.items())
+    moved = {name for name, array in initial.items() if not np.array_equal(result[name], array)}
+    assert moved
+    if method == "ffa-lora":
+        assert not any("lora_A" in name for name in moved)
     for name, reference in references.items():
         assert torch.equal(model.get_parameter(name), reference)

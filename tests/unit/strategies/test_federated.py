@@ -12,9 +12,23 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ravan_flwr import RavanConfig, strategies
 from ravan_flwr.launch.in_process_grid import InProcessGrid
@@ -415,6 +429,13 @@ def ia3():
     return IA3Config(target_modules=LAYERS, feedforward_modules=[])
 
 
+def prompted():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    decoder = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return get_peft_model(decoder, config)
+
+
 def backbone_trained():
     model = make_model()
     model.base_model.model.first.base_layer.weight.requires_grad_(True)
@@ -433,6 +454,10 @@ INVALID: dict[str, tuple[Any, str]] = {
     "another tuner": (
         lambda f: federated(make_trainer(f, make_model(ia3))),
         "adapter 'default' is of a IA3Model, expected heads or a LoRA; .* with RavanConfig or",
+    ),
+    "a prompt": (
+        lambda f: federated(make_trainer(f, prompted())),
+        "adapter 'default' is of a PromptTuningConfig, expected heads or a LoRA; .* with RavanCon",
     ),
     "a trained backbone": (
         lambda f: federated(make_trainer(f, backbone_trained())),
@@ -453,6 +478,10 @@ INVALID: dict[str, tuple[Any, str]] = {
     "an optimiser": (
         lambda f: federated(_optimised(make_trainer(f, make_model()))),
         "got one with an optimiser .* pass optimizer_cls_and_kwargs",
+    ),
+    "divided parameters": (
+        lambda f: federated(divided(make_trainer(f, make_model()))),
+        "got FSDP or DeepSpeed, which divide .* leave them out of its arguments",
     ),
     "no trainer": (
         lambda f: federated(lambda context: make_model()),
@@ -477,6 +506,11 @@ INVALID: dict[str, tuple[Any, str]] = {
         "fraction = 2.0: expected a number above 0 and at most 1",
     ),
 }  # fmt: skip
+
+
+def divided(trainer):
+    trainer.is_fsdp_enabled = True  # as accelerate's environment variables make it
+    return trainer
 
 
 def _optimised(trainer):

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from peft import get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import logging
 
 from ravan_flwr import RavanConfig
 from ravan_flwr.launch.in_process_grid import InProcessGrid
+from ravan_flwr.strategies import RavanStrategy, collect_arrays, load_arrays
 from tests import ROOT
 from tests.own_models import make_bert
 from tests.unit.strategies.test_client import Small
@@ -78,6 +80,54 @@ def test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent(
         logging.enable_progress_bar()
     assert "".join(capfd.readouterr()) == caplog.text == ""
     assert any("classifier" in name for name in get_peft_model_state_dict(model))
+
+
+def test_the_pages_run_saves_stops_early_and_resumes(tmp_path, monkeypatch):
+    """Three rounds, of which the third is not needed; then the rounds after the seventh."""
+    (config,) = re.findall(r"^config = .*", PAGE, re.MULTILINE)
+    run_, resume = (next(x for x in BLOCKS if part in x) for part in ("class Enough", "def resume"))
+    monkeypatch.chdir(tmp_path)
+    accuracy = iter([0.5, 0.95, 0.5, 0.6, 0.7])
+
+    def make_network() -> nn.Module:
+        torch.manual_seed(0)
+        network = Classifier()
+        network.query, network.value = nn.Linear(12, 32), nn.Linear(32, 12)
+        return network
+
+    names: dict[str, Any] = {
+        "get_peft_model": get_peft_model, "RavanConfig": RavanConfig, "make_network": make_network,
+        "RavanStrategy": RavanStrategy, "ArrayRecord": ArrayRecord,
+        "get_peft_model_state_dict": get_peft_model_state_dict,
+        "measure": lambda model: next(accuracy),
+    }  # fmt: skip
+    exec(f"{config}\n{run_}\n{resume}", names)
+    asked: list[int] = []
+
+    class Grid(InProcessGrid):
+        def _deliver(self, message):
+            config = message.content["config"]
+            asked.append(config["server-round"] + config.get("rounds-before", 0))
+            model = get_peft_model(make_network(), names["config"])
+            load_arrays(model, message.content["arrays"])
+            some_steps(model)
+            metrics = MetricRecord({"num-examples": 1})
+            content = RecordDict({"arrays": collect_arrays(model), "metrics": metrics})
+            return Message(content, reply_to=message)
+
+    model = get_peft_model(make_network(), names["config"])
+    arrays = ArrayRecord(get_peft_model_state_dict(model))
+    names["run"](Grid({}, 2), arrays, model, 3)
+    assert asked == [1, 1, 2, 2]
+    saved = tmp_path / "adapters"
+    assert sorted(path.name for path in saved.iterdir()) == ["round-1", "round-2"]
+    (saved / "round-2").rename(saved / "round-7")
+    asked.clear()
+    names["resume"](Grid({}, 2))
+    assert asked == [8, 8, 9, 9, 10, 10]
+    first, last = (load_file(saved / f"round-{n}" / "adapter_model.safetensors") for n in (7, 3))
+    assert first.keys() == last.keys()
+    assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # no GPU here
