@@ -37,7 +37,7 @@ class App:
         self.batches: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
         self.first: dict[str, torch.Tensor] = {}
         self.last: dict[str, torch.Tensor] = {}
-        self.budgets: dict[int, float] = {}
+        self.budgets: dict[Any, float] = {}
         start, read = Stepper.__init__, Stepper._next_parts
 
         def noted_start(stepper, model, task, examples, steps, client_round):
