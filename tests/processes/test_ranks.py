@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -59,7 +60,7 @@ class Fail(TrainerCallback):
             raise ValueError("no\nmemory")
 
 
-CASES = {
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Heads are chosen by the gradient of both halves of a batch.
     "ravan": (RavanStrategy, ravan, {"budget": 0.5, "score": "gradient"}),
     # The node's state, with Adam's moments, outlives the processes of a round.

@@ -4,12 +4,14 @@ The app runs in this process, and the batches that its clients train on are note
 transformers then trains on them, with a model of PEFT, in Flower's own loop.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from ravan_flwr import RavanConfig, simulate, strategies
@@ -32,7 +34,10 @@ class App:
     """Note the batches of the app's clients, and its states: before the rounds, after the last."""
 
     def __init__(self, monkeypatch):
-        self.batches, self.first, self.last, self.budgets = {}, {}, {}, {}
+        self.batches: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
+        self.first: dict[str, torch.Tensor] = {}
+        self.last: dict[str, torch.Tensor] = {}
+        self.budgets: dict[Any, float] = {}
         start, read = Stepper.__init__, Stepper._next_parts
 
         def noted_start(stepper, model, task, examples, steps, client_round):
@@ -89,10 +94,10 @@ def test_a_trainer_ends_with_the_apps_adapter(method, monkeypatch, tmp_path):
         NODES,
         callbacks=[app],
     )  # fmt: skip
-    common = {"target_modules": TARGETS, "modules_to_save": SAVED}
+    common: dict[str, Any] = {"target_modules": TARGETS, "modules_to_save": SAVED}
     if method == "ravan":
         _, heads, rank, _ = app.first["H"].shape
-        config = RavanConfig(r=rank, num_heads=heads, base_seed=SEED, **common)
+        config: PeftConfig = RavanConfig(r=rank, num_heads=heads, base_seed=SEED, **common)
     else:
         rank = len(app.first["A"]) // (8 * 96)  # of eight layers, each (96, 96)
         config = LoraConfig(r=rank, lora_alpha=rank, **common)

@@ -34,6 +34,7 @@ def build(context):
         case "trains less from the second round on":
             asked_before = "asked" in context.state
             context.state["asked"] = ConfigRecord()
+            assert trainer.model is not None
             for name, parameter in trainer.model.named_parameters():
                 if asked_before and "classifier" in name:
                     parameter.requires_grad_(False)

@@ -430,7 +430,7 @@ def ia3():
 
 
 def prompted():
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     decoder = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     return get_peft_model(decoder, config)
