@@ -18,7 +18,7 @@ def count_processes(grid: Grid) -> int | None:
 
 
 def drop_message(grid: Grid, message_id: str) -> None:
-    """Forget a message of an in-process run whose reply will not be pulled, with the arrays that it has."""
+    """Forget a message of an in-process run whose reply will not be pulled; it has arrays."""
     cast(Any, grid).drop(message_id)
 
 

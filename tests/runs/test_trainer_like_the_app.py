@@ -38,7 +38,7 @@ class App:
         self.first: dict[str, torch.Tensor] = {}
         self.last: dict[str, torch.Tensor] = {}
         self.budgets: dict[Any, float] = {}
-        start, read = Stepper.__init__, Stepper._next_parts
+        start, read = Stepper.__init__, Stepper._next_micro_batches
 
         def noted_start(stepper, model, task, examples, steps, client_round):
             start(stepper, model, task, examples, steps, client_round)
@@ -53,7 +53,7 @@ class App:
             return parts
 
         monkeypatch.setattr(Stepper, "__init__", noted_start)
-        monkeypatch.setattr(Stepper, "_next_parts", noted_read)
+        monkeypatch.setattr(Stepper, "_next_micro_batches", noted_read)
 
     def on_round_end(self, record, state):
         self.last = {name: tensor.clone() for name, tensor in state.items()}
