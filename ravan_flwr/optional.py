@@ -42,7 +42,7 @@ EXAMPLE_GRADIENTS = "ravan_flwr.extras.example_privacy.gradients:ExampleGradient
 PLAN_RELEASES = "ravan_flwr.extras.example_privacy.cost:plan_releases"
 
 # A client's answers to messages that only these parts send.
-ANSWERS = {
+OPTIONAL_ANSWERS = {
     TRAINED: "ravan_flwr.extras.secure.train:train_masked",
     "deliver": "ravan_flwr.extras.delivery.client:keep_result",
 }

@@ -19,7 +19,14 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, sparsify
 from ravan_flwr.messages.wire import encode
-from ravan_flwr.optional import ANSWERS, CHECK_KEYS, CHECK_PRIVATE, TRAIN_PRIVATE, TRAINED, load
+from ravan_flwr.optional import (
+    CHECK_KEYS,
+    CHECK_PRIVATE,
+    OPTIONAL_ANSWERS,
+    TRAIN_PRIVATE,
+    TRAINED,
+    load,
+)
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -44,9 +51,8 @@ def answer(message_type: str, content: RecordDict, context: Context) -> RecordDi
             f"{setting}: got a message that asks to {message_type!r}, expected "
             f"{' or '.join(allowed)}; the server does not follow the run's settings"
         )
-    reply: RecordDict = (
-        load(ANSWERS[message_type]) if message_type in ANSWERS else _ANSWERS[message_type]
-    )(client)
+    answer_to = _ANSWERS.get(message_type) or load(OPTIONAL_ANSWERS[message_type])
+    reply: RecordDict = answer_to(client)
     return reply
 
 

@@ -280,7 +280,7 @@ class ResidualLora(LoraMethod):
         each = zip(
             self.residuals(state), products, ranks.expand(len(self.layers)).tolist(), strict=True
         )
-        added = [residual.plus(product, factor, rank).flat() for residual, product, rank in each]
+        added = [old.plus(product, factor, new_rank).flat() for old, product, new_rank in each]
         return {"residual": torch.cat(added), "residual-rank": ranks}
 
 

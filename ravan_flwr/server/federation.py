@@ -43,7 +43,7 @@ class Federation:
         """Return a client's local steps in a round; 0 if there are no trainable parameters."""
         if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
             return 0
-        return self.config.local_steps or self.config.count_steps(self.registry.examples(client))
+        return self.config.count_steps(self.registry.examples(client))
 
     def weight(self, client: RegisteredClient) -> float:
         """Return the weight of a client's update in a mean."""

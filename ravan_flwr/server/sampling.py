@@ -50,7 +50,7 @@ class Sampler:
         config: Config,
         method: Method,
         registry: ClientRegistry,
-        smallest_cohort: Callable[[Config, int], int] = lambda config, _: config.min_replies,
+        smallest_cohort: Callable[[Config, int], int],
     ) -> None:
         self.config, self.method, self.registry = config, method, registry
         self._smallest_cohort = smallest_cohort

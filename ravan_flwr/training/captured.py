@@ -14,7 +14,6 @@ computed eagerly on the same tensors.
 Replayed and eager steps compute the same kernels on the same numbers, so uploads are the same bits.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -337,7 +336,7 @@ def _examples(micro_batch: Batch) -> int:
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers by name, each once."""
-    return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
+    return dict(network.named_parameters()) | dict(network.named_buffers())
 
 
 def _description(network: nn.Module) -> tuple[Any, ...]:

@@ -43,8 +43,7 @@ class Workload:
             return forward * validation / config.batch_size
         if self.calibration and message_type == CALIBRATE and not self.calibration.by_steps:
             return step * config.calibration_steps
-        steps = config.local_steps or config.count_steps(self.examples[client])
-        return step * steps
+        return step * config.count_steps(self.examples[client])
 
     def upload_size(self, message_type: str, fraction: float) -> int:
         """Return the bytes of the arrays in a client's reply to a message."""
