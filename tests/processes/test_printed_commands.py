@@ -39,8 +39,10 @@ AS_PRINTED = {
     r"troubleshooting\.md bash": "unit/test_troubleshooting.py::"
     "test_a_mistake_prints_the_error_on_the_page",
     r"your-own-task\.md (bash|python)": OWN_TASK,
-    r"deploy\.md bash: .*(keys ~/keys|supernode list)|deploy\.md bash: (nodes|wc)": "processes/"
+    r"deploy\.md bash: .*(keys ~/keys|supernode (register|list))": "processes/"
     "test_deploy_files.py::test_the_script_enrols_each_device_once_with_a_key_of_its_own",
+    r"deploy\.md bash: .*git archive": "processes/test_deploy_files.py::"
+    "test_the_script_installs_each_device_with_its_number",
     r"deploy\.md (bash|python)": "flower/test_five_machines.py::"
     "test_every_command_of_the_page_works_in_its_order",
     r"notebook\.md python": "processes/test_examples.py::test_the_notebook_runs_and_",
