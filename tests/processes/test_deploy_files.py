@@ -132,6 +132,32 @@ def test_the_script_installs_each_device_with_its_number(many, tmp_path):
             assert (installed / "calls").read_text().splitlines() == commands * times
 
 
+def test_the_script_of_the_collector_counts_nodes_and_failed_runs(tmp_path):
+    page = (ROOT / "docs" / "operating.md").read_text()
+    (script,) = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
+    fake = tmp_path / "flwr"
+    fake.write_text(  # which prints as Flower's own command does
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "from flwr.cli.utils import print_json_to_stdout\n"
+        "nodes = ['online', 'offline', 'registered', 'online']\n"
+        "runs = ['running', 'finished:failed', 'finished:completed']\n"
+        "key, found = ('runs', runs) if sys.argv[1] == 'ls' else ('nodes', nodes)\n"
+        "print_json_to_stdout({'success': True, key: [{'status': status} for status in found]})\n"
+    )
+    fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script, "script", str(tmp_path)]
+    written = tmp_path / "ravan.prom"
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+        assert written.read_text() == "ravan_supernodes_online 2\nravan_runs_failed 1\n"
+    written.write_text("before")
+    fake.write_text("#!/bin/bash\nexit 1\n")  # no SuperLink answers
+    assert subprocess.run(command, env=environment).returncode == 1
+    assert written.read_text() == "before"
+
+
 # Containers.
 
 
