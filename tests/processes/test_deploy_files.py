@@ -33,43 +33,129 @@ def keys(tmp_path_factory):
     return {f"../keys/{path.relative_to(folder)}" for path in folder.rglob("*")}
 
 
-# The script that enrols many devices.
+# The scripts that enrol and install many devices.
 
-# The programs that the script calls, on one machine: a device's /etc is a folder of its name.
+# The programs that the scripts call, on one machine: a device's /etc and /opt are in a folder of
+# its name.
 FAKES = {
-    "ssh": 'shift; cd "$HOMES/$1"; shift; words="$*"; eval "${words//\\/etc/etc}"',
+    "ssh": '[ "$1" != -n ] || shift; cd "$HOMES/$1"; shift; words="$*"; '
+    'words="${words//\\/etc\\//$PWD/etc/}"; bash -c "${words//\\/opt\\//$PWD/opt/}"',
     "scp": 'cp -r "$2" "$HOMES/${3%%:*}${3#*:}"',
-    "flwr": 'echo "$@" >> "$HOMES/calls"',
+    "flwr": 'echo "$@" >> "$HOMES/calls"; [ "$2" = register ] || exit 0; [ -z "$AWAY" ]; '
+    'if grep -qxFs "$3" "$HOMES/registered"; then echo "Public key already in use." >&2; '
+    'exit 1; fi; echo "$3" >> "$HOMES/registered"',
     "ravan-flwr": 'exec "$PYTHON" -m ravan_flwr "$@"',
+    "git": 'tar -c -C "$PYTHONPATH" pyproject.toml deploy',
+    "python3": "mkdir -p .venv/bin; echo 'pwd >> pip' > .venv/bin/pip; chmod +x .venv/bin/pip",
+    "systemctl": 'echo "$@" >> calls',
+    "id": "[ -e user ]",
+    "useradd": "echo $* > user",
 }
 DEVICE_NAMES = ("a.example.org", "b.example.org", "c.example.org")
 
 
-def test_the_script_enrols_each_device_once_with_a_key_of_its_own(tmp_path):
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    (script,) = re.findall(r"^```bash\n(nodes=.*?)^```$", page, re.M | re.S)
+@pytest.fixture
+def many(tmp_path):
+    """Return a function that runs a script of the page with FAKES, in a folder with devices.txt."""
     (tmp_path / "bin").mkdir()
     for name, text in FAKES.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\nset -e\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     for name in DEVICE_NAMES:
-        (tmp_path / name / "etc").mkdir(parents=True)
-    (tmp_path / "devices.txt").write_text("".join(f"{name}\n" for name in DEVICE_NAMES))
+        (tmp_path / name / "etc" / "systemd" / "system").mkdir(parents=True)
+    (tmp_path / "devices.txt").write_text("\n".join(DEVICE_NAMES))  # the last line has no break
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(tmp_path), "HOMES": str(tmp_path), "PYTHON": sys.executable}
-    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | own | {"PYTHONPATH": str(ROOT), "AWAY": ""}
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    scripts = re.findall(r"^```bash\n(set -euo pipefail\n.*?)^```$", page, re.M | re.S)
+
+    def run(word, **variables):
+        (script,) = [text for text in scripts if word in text]
+        command = ["bash", "-c", script]
+        return subprocess.run(command, cwd=tmp_path, env=environment | variables).returncode
+
+    return run
+
+
+def test_the_script_enrols_each_device_once_with_a_key_of_its_own(many, tmp_path):
     calls = [f"supernode register {tmp_path}/keys/node-{n}/node.pub edge" for n in range(3)]
-    for before in (0, 3):
-        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True)
-        listed = ["supernode list edge"]
-        assert (tmp_path / "calls").read_text().splitlines() == calls[before:] + listed
+    listed = ["supernode list edge"]
+
+    def key(number):
+        folder = tmp_path / DEVICE_NAMES[number] / "etc" / "ravan-flwr"
+        return folder / f"node-{number}" / "node.key"
+
+    def enrol(expected, **variables):
+        status = many("supernode register", **variables)
+        assert (tmp_path / "calls").read_text().splitlines() == expected
         (tmp_path / "calls").unlink()
-    keys = [
-        (tmp_path / name / "etc" / "ravan-flwr" / f"node-{n}" / "node.key").read_text()
-        for n, name in enumerate(DEVICE_NAMES)
-    ]
+        return status
+
+    assert enrol(calls[:1], AWAY="yes") != 0  # the SuperLink cannot be reached
+    assert (tmp_path / "keys" / "node-0" / "node.key").exists()
+    assert enrol(calls + listed) == 0
+    assert enrol(listed) == 0
+    keys = [key(number).read_text() for number in range(3)]
     assert len(set(keys)) == 3
+    # It was stopped after it had registered device 1.
+    shutil.copy(key(1), tmp_path / "keys" / "node-1")
+    assert enrol([calls[1], *listed]) == 0
+    assert [key(number).read_text() for number in range(3)] == keys
     assert not list((tmp_path / "keys").glob("node-*/node.key"))
+
+
+def test_the_script_installs_each_device_with_its_number(many, tmp_path):
+    example = (ROOT / "deploy" / "supernode.env.example").read_text()
+    config = 'budget=0.5 result-path="/var/lib/ravan-flwr/node-0/results"'
+    (tmp_path / "node-0.env").write_text(example.replace("budget=0.5", config))
+    for name in DEVICE_NAMES:
+        (tmp_path / name / "etc" / "ravan-flwr").mkdir()
+        (tmp_path / name / "opt").mkdir()
+    for times in (1, 2):  # it can be repeated
+        assert many("git archive") == 0
+        for number, name in enumerate(DEVICE_NAMES):
+            folder, node = tmp_path / name, f"node-{number}"
+            config = parse_exec_start(
+                "ravan-supernode@.service", folder / "etc" / "ravan-flwr" / f"{node}.env"
+            ).node_config
+            values = parse_config_args([config])
+            assert (values["partition-id"], values["num-partitions"]) == (number, 3)
+            assert values["result-path"] == f"/var/lib/ravan-flwr/{node}/results"
+            installed = folder / "opt" / "ravan-flwr"
+            assert (installed / "pip").read_text() == f"{installed}\n" * times
+            assert " ravan" in (installed / "user").read_text()
+            units = {path.name for path in (folder / "etc" / "systemd" / "system").iterdir()}
+            assert units == {"ravan-supernode@.service", "ravan-supernode-check@.service"}
+            names = f"ravan-supernode@{node} ravan-supernode-check@{node}"
+            commands = ["daemon-reload", f"enable {names}", f"restart {names}"]
+            assert (installed / "calls").read_text().splitlines() == commands * times
+
+
+def test_the_script_of_the_collector_counts_nodes_and_failed_runs(tmp_path):
+    page = (ROOT / "docs" / "operating.md").read_text()
+    (script,) = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
+    fake = tmp_path / "flwr"
+    fake.write_text(  # which prints as Flower's own command does
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "from flwr.cli.utils import print_json_to_stdout\n"
+        "nodes = ['online', 'offline', 'registered', 'online']\n"
+        "runs = ['running', 'finished:failed', 'finished:completed']\n"
+        "key, found = ('runs', runs) if sys.argv[1] == 'ls' else ('nodes', nodes)\n"
+        "print_json_to_stdout({'success': True, key: [{'status': status} for status in found]})\n"
+    )
+    fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script, "script", str(tmp_path)]
+    written = tmp_path / "ravan.prom"
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+        assert written.read_text() == "ravan_supernodes_online 2\nravan_runs_failed 1\n"
+    written.write_text("before")
+    fake.write_text("#!/bin/bash\nexit 1\n")  # no SuperLink answers
+    assert subprocess.run(command, env=environment).returncode == 1
+    assert written.read_text() == "before"
 
 
 # Containers.
@@ -314,6 +400,11 @@ def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_unit():
 def test_the_supernodes_unit():
     arguments = parse_exec_start("ravan-supernode@.service", "supernode.env.example")
     assert arguments.superlink == "server.example.org:8000"
+    # The page shows the example without its comments.
+    example = (ROOT / "deploy" / "supernode.env.example").read_text()
+    lines = [line for line in example.splitlines() if not line.startswith("#")]
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert "\n".join(["```text", *lines, "```"]) in page
     config = parse_config_args([arguments.node_config])
     assert config == {
         "partition-id": 0, "num-partitions": 3, "data-path": "/data/mine", "budget": 0.5

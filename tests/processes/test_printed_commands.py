@@ -39,8 +39,12 @@ AS_PRINTED = {
     r"troubleshooting\.md bash": "unit/test_troubleshooting.py::"
     "test_a_mistake_prints_the_error_on_the_page",
     r"your-own-task\.md (bash|python)": OWN_TASK,
-    r"deploy\.md bash: .*(keys ~/keys|supernode list)|deploy\.md bash: (nodes|wc)": "processes/"
+    r"deploy\.md bash: .*(keys ~/keys|supernode (register|list))": "processes/"
     "test_deploy_files.py::test_the_script_enrols_each_device_once_with_a_key_of_its_own",
+    r"deploy\.md bash: .*git archive": "processes/test_deploy_files.py::"
+    "test_the_script_installs_each_device_with_its_number",
+    r"operating\.md bash": "processes/test_deploy_files.py::"
+    "test_the_script_of_the_collector_counts_nodes_and_failed_runs",
     r"deploy\.md (bash|python)": "flower/test_five_machines.py::"
     "test_every_command_of_the_page_works_in_its_order",
     r"notebook\.md python": "processes/test_examples.py::test_the_notebook_runs_and_",
@@ -81,7 +85,7 @@ NOT_HERE = {
     r": (git|pip|hf|sudo|docker|jupyter) ": "needs a connection, a container, or a browser",
     r": (ssh|scp|ssh-keygen|useradd|systemctl|journalctl|nginx|sqlite3) ": "changes the machine; "
     "tests/networks types those of docs/deploy.md on hosts of its own",
-    r": (cat|cp|ln|mkdir|mv|rm|sha256sum|touch|unzip) ": "is a tool of the system",
+    r": (cat|cp|install|ln|mkdir|mv|rm|sha256sum|touch|unzip) ": "is a tool of the system",
     r": (make|python3?|pytest) ": "takes minutes; the recipe or module and its options are checked",
     r"study (conf/studies|FILE)": "takes hours; tests/runs/test_study.py reads these files",
     r"data=/path/to": "needs a large data set",
