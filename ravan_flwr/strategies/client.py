@@ -14,6 +14,7 @@ the model is saved and loaded as usual.
 """
 
 import numbers
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -227,6 +228,11 @@ def check_trained(model: nn.Module) -> list[str]:
             "model with RavanConfig or LoraConfig"
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any(re.search(r"\b(ravan_H|lora_[AB])\b", name) for name in trained):
+        raise ValueError(
+            f"model: nothing of its adapter {adapter!r} is trained, expected some of it; load it "
+            "with is_trainable=True, or freeze less"
+        )
     sent = {tensor.data_ptr() for tensor in _adapter_tensors(model).values()}
     if others := [name for name, p in trained.items() if p.data_ptr() not in sent]:
         raise ValueError(

@@ -13,7 +13,8 @@ import copy
 import io
 import math
 import os
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -131,15 +132,16 @@ class Client:
 
     def train(self, content: RecordDict, context: Context) -> RecordDict:
         """Load, choose, train, collect, restore."""
-        config: Config = {**context.run_config, **context.node_config}
+        message: Config = {}
         for record in content.config_records.values():
-            config |= record
+            message |= record
+        config = {**context.run_config, **context.node_config, **message}
         loop, state = self.loop(context), context.state.setdefault(STATE, ConfigRecord())
         assert isinstance(state, ConfigRecord)
         trained = check_trained(loop.model)
         _check_same(trained, cast(list[str], state.setdefault("trained", trained)))
         share = self.budget(context) if callable(self.budget) else self.budget
-        fraction = config.get("budget", 1.0) if share is None else share
+        fraction: Any = context.node_config.get("budget", 1.0) if share is None else share
         if self.keep_optimizer and fraction != 1:
             raise ValueError(
                 f"keep_optimizer = True: got the budget fraction {fraction!r}, expected 1, since "
@@ -156,7 +158,10 @@ class Client:
                     loop.model, fraction, self.score, selection=self.selection,
                     generator=this_round.generator("heads"), backward=loop.backward,
                 )  # fmt: skip
-            metrics = _record(loop.train(this_round, config, state))
+            if isinstance(loop, TrainerLoop):
+                metrics = _record(loop.train(this_round, message.get("local-steps"), state))
+            else:
+                metrics = _record(loop.train(this_round, config))
             arrays = collect_arrays(loop.model)
         finally:
             restore(loop.model)
@@ -167,6 +172,8 @@ class Client:
                     f"array {name!r} is not finite after training, expected finite numbers; lower "
                     "the learning rate, or clip gradients"
                 )
+        if loop.moments:
+            state["optimizer"] = loop.moments
         return RecordDict({"arrays": arrays, "metrics": metrics})
 
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
@@ -185,6 +192,7 @@ class FunctionLoop:
     """Train by a function of the model and a configuration."""
 
     backward = None
+    moments = b""  # of no optimiser
 
     def __init__(self, train_fn: Callable[[Any, Config], Metrics], model: nn.Module) -> None:
         self.train_fn, self.model = train_fn, model
@@ -193,7 +201,7 @@ class FunctionLoop:
         """Return the run config's seed, or 0."""
         return int(config.get("seed", 0))
 
-    def train(self, this_round: ClientRound, config: Config, _: ConfigRecord) -> Metrics:
+    def train(self, this_round: ClientRound, config: Config) -> Metrics:
         """Call the function."""
         _seed_everything(this_round)
         return self.train_fn(self.model, config)
@@ -229,9 +237,15 @@ class TrainerLoop:
                 "trainer: got FSDP or DeepSpeed, which divide the parameters among processes, "
                 "expected neither, so that one process has all; leave them out of its arguments"
             )
+        if getattr(trainer, "model_init", None) is not None:
+            raise ValueError(
+                "trainer: got model_init, which would replace the model in each round, expected a "
+                "model; pass model=model_init() instead"
+            )
         self.trainer: Any = trainer
         self.model: Any = self.trainer.model
         self.keep_optimizer = keep_optimizer
+        self.moments = b""  # of the optimiser, after a round
 
     def seed(self, _: Config) -> int:
         """Return the seed of the Trainer's arguments."""
@@ -245,9 +259,17 @@ class TrainerLoop:
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
 
-    def train(self, this_round: ClientRound, config: Config, state: ConfigRecord) -> Metrics:
-        """Call `trainer.train()`, with a new optimiser and a new schedule."""
+    def train(self, this_round: ClientRound, steps: Any, state: ConfigRecord) -> Metrics:
+        """Call `trainer.train()`, with a new optimiser and a new schedule.
+
+        `steps` is the length of the round; None for that of the Trainer's arguments.
+        """
         trainer, args = self.trainer, self.trainer.args
+        number = args.max_steps if steps is None else steps
+        # A Trainer without max_steps has -1, and counts epochs.
+        if type(number) is not int or number < (-1 if steps is None else 1) or number == 0:
+            name = "the trainer's max_steps" if steps is None else "train_config's local-steps"
+            raise ValueError(f"{name} = {number!r}: expected a whole number above 0; change it")
         if any(made is not None for made in (trainer.optimizer, trainer.lr_scheduler)):
             raise ValueError(
                 "trainer: got one with an optimiser or a schedule of learning rates, expected "
@@ -257,7 +279,7 @@ class TrainerLoop:
         trainer.args.output_dir = str(
             Path(args.output_dir, f"client-{this_round.partition_id}", f"round-{this_round.round}")
         )
-        trainer.args.max_steps = config.get("local-steps", args.max_steps)
+        trainer.args.max_steps = number
         trainer.args.seed = _seed_everything(this_round)
         if args.data_seed is not None:  # accelerate has a copy
             trainer.args.data_seed = trainer.args.seed
@@ -285,7 +307,7 @@ class TrainerLoop:
             if self.keep_optimizer:
                 moments = io.BytesIO()
                 torch.save(trainer.optimizer.state_dict()["state"], moments)
-                state["optimizer"] = moments.getvalue()
+                self.moments = moments.getvalue()
         finally:
             hook.remove()
             freeze()
@@ -294,13 +316,18 @@ class TrainerLoop:
             vars(self.model).pop("_is_accelerate_prepared", None)  # or the next round is in float32
             trainer.optimizer = trainer.lr_scheduler = None
             trainer.args = args
-        steps, expected = trainer.state.global_step, trainer.state.max_steps
-        if steps < expected and args.process_index == 0:
-            log.warning("round %d: ended after %d of %d steps", this_round.round, steps, expected)
+        taken, expected = trainer.state.global_step, trainer.state.max_steps
+        if taken < 1:
+            raise ValueError(
+                "trainer: its loop took no step, expected at least one; give it examples for a "
+                "whole batch, or leave dataloader_drop_last out"
+            )
+        if taken < expected and args.process_index == 0:
+            log.warning("round %d: ended after %d of %d steps", this_round.round, taken, expected)
         examples = trainer.train_dataset  # a stream has no length
-        seen = steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        seen = taken * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return {
-            "train-loss": loss.item(), "steps": steps, "missing-steps": expected - steps,
+            "train-loss": loss.item(), "steps": taken, "missing-steps": expected - taken,
             "num-examples": len(examples) if isinstance(examples, Sized) else seen,
         }  # fmt: skip
 
@@ -312,14 +339,30 @@ class TrainerLoop:
                 f"trainer: eval_dataset is {type(data).__name__}, expected a data set with a "
                 "length; pass one, or set fraction_evaluate=0.0 in the strategy"
             )
+        with _same_numbers(self.model):
+            results = self.trainer.evaluate()
         times = ("_runtime", "_per_second", "_time")
         measured = {
             name.replace("_", "-"): value
-            for name, value in self.trainer.evaluate().items()
+            for name, value in results.items()
             if name.startswith("eval_") and not name.endswith(times)
         }
         number = sum(map(len, data.values())) if isinstance(data, dict) else len(data)
         return measured | {"num-examples": number}
+
+
+@contextmanager
+def _same_numbers(model: nn.Module) -> Iterator[None]:
+    """Restore the numbers of a model, which an evaluation in bfloat16 or float16 casts for good."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, numbers in parameters:
+            parameter.data = numbers
+        for module, earlier in buffers:
+            module._buffers |= earlier
 
 
 def _only(content: RecordDict) -> ArrayRecord:

@@ -58,6 +58,7 @@ class Network(nn.Module):
         self.classifier = nn.Linear(12, 3)
 
     def forward(self, x, labels=None):
+        x = x.to(next(self.parameters()).dtype)
         logits = self.classifier(self.second(torch.tanh(self.first(x))))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
@@ -258,6 +259,62 @@ class Watch(TrainerCallback):
             {"folder": args.output_dir, "steps": args.max_steps, "order": order,
              "moments": len(optimizer.state)}
         )  # fmt: skip
+
+
+class Overflow(TrainerCallback):
+    """Make the numbers of the first round NaN."""
+
+    def on_train_end(self, args, state, control, model=None, **_):
+        if args.output_dir.endswith("round-1"):
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                parameter.data.fill_(math.nan)
+
+
+def test_a_rejected_round_leaves_the_kept_optimiser_as_it_was(tmp_path):
+    """NaN in its moments would spoil all later rounds of the client."""
+    watch = Watch()
+    first = make_trainer(tmp_path, make_model(), callbacks=[Overflow(), watch])
+    apps = [federated(trainer, keep_optimizer=True) for trainer in (
+        first, make_trainer(tmp_path / "other", make_model())
+    )]  # fmt: skip
+    strategy = train_only()
+    run(strategy, apps, make_model())
+    assert list(strategy.rejected) == [1]
+    assert [each["moments"] for each in watch.rounds] == [0, 0]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "5", True])
+def test_a_length_of_a_round_that_is_no_number_of_steps_is_refused(steps, tmp_path):
+    app, config = federated(make_trainer(tmp_path, make_model())), ConfigRecord()
+    config["local-steps"] = steps
+    with pytest.raises(ValueError, match="all 1 .* local-steps = .*: expected a whole number abo"):
+        run(train_only(), [app], make_model(), rounds=1, train_config=config)
+
+
+def test_budget_and_steps_of_the_run_config_are_those_of_other_apps(tmp_path):
+    """The page names the node config, and the strategy's `train_config`."""
+    watch = Watch()
+    app = federated(make_trainer(tmp_path, make_model(), callbacks=[watch]), keep_optimizer=True)
+    grid = Grid([app])
+    grid._contexts[1].run_config = {"budget": 0.5, "local-steps": 7}
+    initial = ArrayRecord(get_peft_model_state_dict(make_model()))
+    strategy = train_only()
+    strategy.start(grid, initial, num_rounds=1)
+    assert not strategy.rejected
+    assert [each["steps"] for each in watch.rounds] == [STEPS]
+
+
+def test_an_evaluation_in_bfloat16_leaves_the_models_numbers(tmp_path):
+    model = make_model()
+    trainer = make_trainer(tmp_path, model, evaluated=data_of(0), bf16_full_eval=True)
+    initial = ArrayRecord(get_peft_model_state_dict(model))
+    few = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+    result = RavanStrategy(**few).start(Grid([federated(trainer)]), initial, num_rounds=2)
+    assert result.evaluate_metrics_clientapp[2]["eval-loss"] > 0
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    plain = make_trainer(tmp_path, make_model(), evaluated=data_of(0))
+    other = RavanStrategy(**few).start(Grid([federated(plain)]), initial, num_rounds=2)
+    assert_close(numbers(result), numbers(other))
 
 
 @pytest.mark.parametrize("data_seed", [None, 7])
@@ -482,6 +539,26 @@ INVALID: dict[str, tuple[Any, str]] = {
     "divided parameters": (
         lambda f: federated(divided(make_trainer(f, make_model()))),
         "got FSDP or DeepSpeed, which divide .* leave them out of its arguments",
+    ),
+    "a function that makes the model": (
+        lambda f: federated(Trainer(
+            model_init=lambda: make_model(ravan), args=arguments(f), train_dataset=data_of(0)
+        )),
+        "got model_init, .* pass model=model_init",
+    ),
+    "no steps": (
+        lambda f: federated(make_trainer(f, make_model(), max_steps=0)),
+        "max_steps = 0: expected a whole number above 0",
+    ),
+    "no whole batch": (
+        lambda f: federated(with_data(
+            make_trainer(f, make_model(), dataloader_drop_last=True), data_of(0, BATCH - 1)
+        )),
+        "took no step, expected at least one; .* dataloader_drop_last",
+    ),
+    "a frozen adapter": (
+        lambda f: federated(make_trainer(f, make_model(frozen="ravan_"))),
+        "nothing of its adapter 'default' is trained, .* is_trainable=True",
     ),
     "no trainer": (
         lambda f: federated(lambda context: make_model()),
