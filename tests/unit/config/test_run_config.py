@@ -180,7 +180,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"evaluate-on": "clients", "validation-share": 0}, "needs examples .* validation-share"),
         ({"partition": "dirichlet:0"}, "partition = 'dirichlet:0': alpha = 0: expected a num"),
         ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
-        ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parts, expected iid"),
+        ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parameters, expected iid"),
         ({"partition": "dirichlt:1"}, "partition 'dirichlt' is unknown: did you mean 'dirichlet'"),
         ({"optimizer": "fedprox:-1"}, "mu = -1: expected a number at least 0"),
         ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown"),
