@@ -30,7 +30,7 @@ def test_labels_are_checked_before_training(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(f"ravan_flwr.{name}", refuse)
     real = read_config({"preset": "newsgroups-t5"}).data
     short = dataclasses.replace(real, target_length=1)
-    monkeypatch.setattr("ravan_flwr.config.preset.Preset.data_of", lambda *_: short)
+    monkeypatch.setattr("ravan_flwr.config.preset.Preset.choose_data", lambda *_: short)
     settings: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(folder), "data": "nobody/has-this",
         "evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path),
