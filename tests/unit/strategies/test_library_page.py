@@ -137,6 +137,8 @@ def test_the_pages_training_loop_answers_a_message_with_a_trained_adapter(tmp_pa
     (config,) = re.findall(r"^config = .*", PAGE, re.MULTILINE)
     make_bert(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
+    # The pretend accelerator of another test, if this process ran it, pins no memory.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
     def make_network() -> Any:
         torch.manual_seed(0)
