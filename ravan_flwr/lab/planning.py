@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from ravan_flwr.lab.tables import Page
 from ravan_flwr.runs.console import count, minutes
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.machine import CORES, usable_cores
 
 ASSUMED = (
     "Assumed: each run of a table takes as long as the one that was tried, except for the number "
@@ -108,9 +106,6 @@ class RunTimes:
 
 def try_round(run: PlannedRun, options: RunOptions) -> RunTimes:
     """Start a run, end it after its first round, and return its times."""
-    environment = dict(os.environ)
-    if options.jobs > 1:  # as in the study
-        environment[CORES] = str(max(1, usable_cores() // options.jobs))
     run = replace(run, overrides=(*run.overrides, ("eval-every", 1)))
     children, begun, ended = Children(), time.monotonic(), 0.0
 
@@ -121,7 +116,7 @@ def try_round(run: PlannedRun, options: RunOptions) -> RunTimes:
             children.end()
 
     with TemporaryDirectory() as folder:
-        last_line = children.run(options.command(run, Path(folder)), environment, report)
+        last_line = children.run(options.command(run, Path(folder)), options.environment(), report)
         if not ended:
             raise RuntimeError(
                 f"study --plan: the time is not estimated, since {run} ended before its first "

@@ -47,6 +47,13 @@ class RunOptions:
             command += ["--clients-per-gpu", str(self.clients_per_gpu)]
         return command
 
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a run: concurrent runs share the cores."""
+        environment = dict(os.environ)
+        if self.jobs > 1:  # a limit in the environment still applies
+            environment[CORES] = str(max(1, usable_cores() // self.jobs))
+        return environment
+
     def divides_gpus(self, runs: Sequence[PlannedRun]) -> bool:
         """Return whether concurrent runs divide the GPUs; not if a run sets its own device."""
         devices = [dict(run.settings + run.overrides).get("device", AUTO) for run in runs]
@@ -124,9 +131,7 @@ def _run(
 
     Raise ValueError after the first run that did not measure `metric`.
     """
-    environment = dict(os.environ)
-    if options.jobs > 1:  # runs share the cores; a limit in the environment still applies
-        environment[CORES] = str(max(1, usable_cores() // options.jobs))
+    environment = options.environment()
     gpu_slots: SimpleQueue[dict[str, str]] = SimpleQueue()
     for gpu_slot in assign_gpus(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
         gpu_slots.put(gpu_slot)

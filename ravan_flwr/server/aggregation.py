@@ -133,9 +133,8 @@ class Aggregate:
         max_move: float = 0.0,
     ) -> None:
         """Add an upload that was checked, with the norms that `check` returned."""
-        state = self._state | self._classifier
         added = (
-            [expand_to_state(self.method, state, upload)]
+            [expand_to_state(self.method, self._state | self._classifier, upload)]
             if self._robust
             else [self._method_part(upload), upload]
         )

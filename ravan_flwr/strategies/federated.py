@@ -266,8 +266,8 @@ class TrainerLoop:
         """
         trainer, args = self.trainer, self.trainer.args
         number = args.max_steps if steps is None else steps
-        # A Trainer without max_steps has -1, and counts epochs.
-        if type(number) is not int or number < (-1 if steps is None else 1) or number == 0:
+        by_epochs = steps is None and number == -1  # a Trainer without max_steps
+        if type(number) is not int or (number < 1 and not by_epochs):
             name = "the trainer's max_steps" if steps is None else "train_config's local-steps"
             raise ValueError(f"{name} = {number!r}: expected a whole number above 0; change it")
         if any(made is not None for made in (trainer.optimizer, trainer.lr_scheduler)):
