@@ -9,7 +9,7 @@ from typing import Any
 
 # How messages and replies travel, and when the state moves on (`Config.aggregation`).
 TRANSPORTS = {
-    "sync": "ravan_flwr.server.strategy:Plain",
+    "sync": "ravan_flwr.server.transports:Plain",
     "async": "ravan_flwr.server.buffered:Buffered",
 }
 # How updates become the next state (`Config.release`).

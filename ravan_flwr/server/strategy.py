@@ -1,34 +1,31 @@
-"""Run rounds of federated tuning: sample clients, send messages, sum updates, evaluate, record.
+"""Run rounds of federated tuning: let clients train, sum their updates, evaluate, record.
 
-Flower's `Strategy.start` has a fixed loop, buffers all replies and has no checkpoints, so `start`
-is overridden. A round goes
+A round goes as in FedAvg (`_train`):
 
-    configure_train   the release draws clients; each is sent a message
-    replies           of the transport, as they arrive, until the round may close
-    aggregate_train   each reply is read and checked whole, then added to the release's sums, of
-                      which the release makes the next state
+    for update in transport.exchange(round, release):    draw clients, send, wait, check replies
+        release.add(update)                              to the round's sums
+    state.step(release.close())                          to the next state
 
-Which release and transport a run has follows from its settings (optional.py). What
-differs between methods is in the method. A round with fewer valid replies than `min-replies` stops
-the run.
+Which release and transport a run has follows from its settings (optional.py). What differs between
+methods is in the method. A round with fewer valid replies than `min-replies` stops the run.
+
+Flower's `Strategy` has one loop for all, buffers all replies of a round and has no checkpoints. So
+this is a loop of its own; `ravan_flwr.strategies` has strategies for Flower's loop.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from logging import getLogger
-from types import MappingProxyType
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
-from torch import Tensor
+from flwr.serverapp.strategy import Result
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import TRANSPORTS, load
 from ravan_flwr.runs.callback import Callbacks
-from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, per_client_statistics
 from ravan_flwr.server.aggregation import ServerState
 from ravan_flwr.server.client_registry import ClientRegistry
@@ -42,6 +39,7 @@ from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
+from ravan_flwr.server.transports import Plain, Transport
 from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
 from ravan_flwr.server.user_messages import report_start
 from ravan_flwr.simulated_time.clock import find_clock
@@ -50,65 +48,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 log = getLogger(__name__)
 
 
-class Plain:
-    """Send each drawn client a message; ask further clients if too few replies are valid.
-
-    Args:
-        federation: The parts of the run.
-        memory: What `memory` returned when a resumed run was stopped.
-    """
-
-    def __init__(
-        self,
-        federation: Federation,
-        memory: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        self.federation = federation
-
-    @property
-    def memory(self) -> Tensors:
-        """Return what a resumed run needs."""
-        return {}
-
-    def open(self, round_: Round, release: Release) -> list[Message]:
-        """Return the messages with which the round begins."""
-        return release.write(release.draw())
-
-    def replies(
-        self, round_: Round, release: Release, messages: list[Message]
-    ) -> Iterator[Message]:
-        """Send the messages and yield the replies, until the round may close.
-
-        A node's failure loses its reply, but not the round while other clients can be asked.
-        """
-        while messages:
-            came = len(round_.log.clients)  # valid replies of the clients asked before
-            yield from round_.replies(messages, round_.enough - came, round_.quorum - came)
-            messages = self._more(round_, release)
-
-    def _more(self, round_: Round, release: Release) -> list[Message]:
-        """Return messages to further clients if too few replied; none if all clients were asked."""
-        if len(round_.log.clients) >= round_.min_replies or not round_.asks_more:
-            return []
-        skipped = round_.log.skipped
-        clients = self.federation.sampler.sample(
-            round_.grid,
-            round_.log,
-            lambda eligible: [
-                client for client in eligible if client.node_id not in round_.recipients
-            ],
-        )
-        round_.log.skipped = skipped
-        if clients:
-            log.warning(
-                "round %d has %d valid replies, expected %d at least: it asks %s more",
-                round_.number, len(round_.log.clients), round_.min_replies,
-                count(len(clients), "client"),
-            )  # fmt: skip
-        return release.write(clients)
-
-
-class FederatedTuning(Strategy):
+class FederatedTuning:
     """Run rounds of one federated method.
 
     Args:
@@ -147,9 +87,8 @@ class FederatedTuning(Strategy):
             config, loaded, self.registry, self.sampler, self.state, self.message_builder,
             privacy, start.trained,
         )  # fmt: skip
-        # Of the run; the calibration has a plain one.
-        transport: type[Plain] = load(TRANSPORTS[config.aggregation])
-        self._transport = transport(self.federation, start.memory)
+        transport: type[Transport] = load(TRANSPORTS[config.aggregation])
+        self.transport = transport(self.federation, start.memory)
 
     def start(
         self,
@@ -157,8 +96,6 @@ class FederatedTuning(Strategy):
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
         timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the rounds; the result has the arrays of the last one.
@@ -171,8 +108,8 @@ class FederatedTuning(Strategy):
             retry_failed_calls(grid, timeout)
         clock = self.federation.clock = find_clock(grid)
         self.federation.began = clock.now - self._resume_point.time
-        result, arrays = Result(), initial_arrays
-        self.state.tensors = from_record(arrays)
+        result = Result()
+        self.state.tensors = from_record(initial_arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.registry.recruit(grid, wait=True)
         fixed_sent = self.registry.restore(self._resume_point.memory)
@@ -184,7 +121,7 @@ class FederatedTuning(Strategy):
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if self.method.calibration is not None and self.message_builder.fixed is None:
-            arrays, _ = self._train(0, arrays, grid)
+            self._train(0, grid)
             assert self.message_builder.fixed is not None  # set by the round
             self.state.derived = self.loaded.model.load_fixed(
                 from_record(self.message_builder.fixed)
@@ -197,19 +134,21 @@ class FederatedTuning(Strategy):
             # The last round is evaluated. Its end by time is known only after training.
             last = number == num_rounds or exceeds_max_bytes(self.config, self.records, rounds=2)
             last = last or (self.privacy is not None and self.privacy.ends_after(1))
-            # 3. Choose clients, send messages, take the replies, close: the next state.
-            arrays, train_metrics = self._train(number, arrays, grid)
-            result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
+            # 3. Train: the next state.
+            self._train(number, grid)
+            loss = self.round.log.train_loss
+            losses = {} if loss is None else {"train-loss": loss}
+            result.arrays = to_record(self.state.tensors)
+            result.train_metrics_clientapp[number] = MetricRecord(losses)
             last = last or 0 < self.config.until_time <= self.federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
                 with self.round.log.timed("evaluate"):
                     if evaluate_fn is None:
-                        messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
-                        metrics = self.aggregate_evaluate(number, self.round.replies(messages))
+                        metrics = self._evaluate_on_clients(number, grid)
                     else:
-                        metrics = evaluate_fn(number, arrays)
+                        metrics = evaluate_fn(number, result.arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self._record(metrics)
             # 6. Recruit nodes that have connected meanwhile, for the next round.
@@ -219,44 +158,31 @@ class FederatedTuning(Strategy):
 
     # One round.
 
-    def _train(
-        self, number: int, arrays: ArrayRecord, grid: Grid
-    ) -> tuple[ArrayRecord, MetricRecord]:
-        """Run a round as soon as enough clients are connected."""
+    def _train(self, number: int, grid: Grid) -> None:
+        """Run a round as soon as enough clients are connected. Round 0 is the calibration."""
         self.open_round(number, grid)
         self.sampler.wait(grid, self.round.log)
+        # The calibration has a plain transport in all runs.
+        transport = self.transport if number else Plain(self.federation)
         with self.round.log.timed("train"):
-            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
-            replies = self.transport.replies(self.round, self.release, messages)
-            return self.aggregate_train(number, replies)
+            self.aggregate_train(transport.exchange(self.round, self.release))
 
     def open_round(self, number: int, grid: Grid) -> None:
-        """Begin a round, with empty sums. Round 0 is the calibration."""
+        """Begin a round, with empty sums."""
         release = self._release_class if number else Calibrated
         round_log = RoundLog(number, self.registry.partitions)
         self.round = Round(self.config, self.message_builder, round_log, grid)
         self.release: Release = release(self.federation, self.round, self.state.tensors)
-        self.transport = self._transport if number else Plain(self.federation)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Choose the clients that train; return a message with the broadcast for each."""
-        return self.transport.open(self.round, self.release)
+    def aggregate_train(self, updates: Iterable[tuple[Sent, Update]]) -> None:
+        """Sum the updates, head by head if there are heads, and step to the next state.
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord, MetricRecord]:
-        """Sum the valid updates, head by head if there are heads; return state and mean loss.
-
-        Raise RuntimeError if too few replies are valid. If the next state is refused, the old one
-        stays, and the record has the reason.
+        Raise RuntimeError if they are too few. If the next state is refused, the old one stays, and
+        the record has the reason.
         """
         round_, release = self.round, self.release
-        # Lazy: the next reply is fetched, and the wait for it may end, after this one is used.
-        for sent, update in round_.valid(replies, release.read):
-            heads = release.add(update)
-            self._log_use(update, heads, sent)
+        for sent, update in updates:
+            self._log_use(update, release.add(update), sent)
             del update  # it may be as large as the model
         if len(round_.log.clients) < round_.min_replies:
             raise RuntimeError(round_.log.too_few_replies_message(round_.min_replies))
@@ -265,17 +191,14 @@ class FederatedTuning(Strategy):
             if mean is not None:
                 self.state.step(mean, release.method.frozen_tensors)
         except ValueError as error:
-            if not server_round:
+            if not round_.number:
                 raise  # without the calibration's fixed tensors the run cannot start
             round_.log.refused = str(error)
             log.warning(
                 "round %d has no effect, the state stays as it was: %s; the record lists clients",
-                server_round, error,
+                round_.number, error,
             )  # fmt: skip
         release.state = {}  # the old state
-        loss = round_.log.train_loss
-        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
-        return to_record(self.state.tensors), metrics
 
     def _log_use(self, update: Update, heads: list[list[int]], sent: Sent) -> None:
         """Log a used update; also if its client had lost its personal parameters."""
@@ -291,31 +214,23 @@ class FederatedTuning(Strategy):
         if self.round.number:  # a calibration leaves no personal parameters
             federation.trained.add(partition)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Return a message for each client, but the skipped ones, to evaluate the state."""
-        message_type, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
-        clients = self.registry.without_skipped(
-            self.registry.present(grid), message_type, server_round
-        )
-        message = self.message_builder.message
-        return [message(client, message_type, server_round, content, {}) for client in clients]
+    def _evaluate_on_clients(self, number: int, grid: Grid) -> MetricRecord | None:
+        """Let each client, but the skipped ones, evaluate the state on its validation split.
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Return the mean over the clients' validation splits; None if no reply is valid.
-
-        The weights are the clients' numbers of examples, or of other units.
+        Return the mean, weighted by the clients' numbers of examples, or of other units; None if no
+        reply is valid.
         """
         measures, share = self.loaded.task.measures, self.config.validation_share
+        message_type, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
+        clients = self.registry.without_skipped(self.registry.present(grid), message_type, number)
+        message = self.message_builder.message
+        messages = [message(client, message_type, number, content, {}) for client in clients]
 
-        def read(message: Message, sent: Sent) -> tuple[float, Metrics]:
+        def read(reply: Message, sent: Sent) -> tuple[float, Metrics]:
             limit = max_validation_size(self.registry.examples(sent.client), share)
-            return read_evaluated(message, server_round, measures, limit)
+            return read_evaluated(reply, number, measures, limit)
 
-        valid = self.round.valid(replies, read)
+        valid = self.round.valid(self.round.replies(messages), read)
         answers = {sent.client.partition_id: answer for sent, answer in valid}
         if not answers:
             return None
@@ -359,7 +274,7 @@ class FederatedTuning(Strategy):
         return (
             self.state.memory
             | clock.memory
-            | self._transport.memory
+            | self.transport.memory
             | (self.registry.memory if in_process(self.round.grid) else {})
             | (self.privacy.memory if self.privacy else {})
         )

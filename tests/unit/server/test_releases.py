@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ravan_flwr import optional
-from ravan_flwr.server import releases, strategy
+from ravan_flwr.server import releases, transports
 from scripts.draw_layers import PACKAGE, imported
 from tests.hand_made import Nodes, fake_clock, run
 
@@ -29,7 +29,7 @@ def test_the_server_app_imports_no_optional_module(python):
 
 
 ROWS: list[tuple[str, type]] = [(place, releases.Release) for place in optional.RELEASES.values()]
-ROWS += [(place, strategy.Plain) for place in optional.TRANSPORTS.values()]
+ROWS += [(place, transports.Transport) for place in optional.TRANSPORTS.values()]
 
 
 @pytest.mark.parametrize(("place", "base"), ROWS)

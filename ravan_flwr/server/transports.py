@@ -1,0 +1,85 @@
+"""Transports: how the messages and the replies of a round travel, and when the round may close.
+
+`Plain` waits for the clients that were drawn. optional.py lists the others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from logging import getLogger
+from types import MappingProxyType
+
+from torch import Tensor
+
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.console import count
+from ravan_flwr.server.federation import Federation
+from ravan_flwr.server.releases import Release
+from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.update import Update
+
+log = getLogger(__name__)
+
+
+class Transport(ABC):
+    """Turn the cohorts of a run's rounds into updates. One object serves a run.
+
+    Args:
+        federation: The parts of the run.
+        memory: What `memory` returned when a resumed run was stopped.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        memory: Mapping[str, Tensor] = MappingProxyType({}),  # noqa: ARG002 (most need none)
+    ) -> None:
+        self.federation = federation
+
+    @abstractmethod
+    def exchange(self, round_: Round, release: Release) -> Iterator[tuple[Sent, Update]]:
+        """Let clients train; yield their valid updates as they arrive, until the round may close.
+
+        It is lazy: the next reply is fetched, and the wait may end, after an update is used.
+        """
+
+    @property
+    def memory(self) -> Tensors:
+        """Return what a resumed run needs."""
+        return {}
+
+
+class Plain(Transport):
+    """Send each drawn client a message; ask further clients if too few replies are valid."""
+
+    def exchange(self, round_: Round, release: Release) -> Iterator[tuple[Sent, Update]]:
+        # A node's failure loses its reply, but not the round while other clients can be asked.
+        clients = release.draw()
+        while clients:
+            came = len(round_.log.clients)  # valid replies of the clients asked before
+            replies = round_.replies(
+                release.write(clients), round_.enough - came, round_.quorum - came
+            )
+            yield from round_.valid(replies, release.read)
+            clients = self._draw_more(round_)
+
+    def _draw_more(self, round_: Round) -> list[RegisteredClient]:
+        """Draw further clients if too few replied; none if all clients were asked."""
+        if len(round_.log.clients) >= round_.min_replies or not round_.asks_more:
+            return []
+        skipped = round_.log.skipped
+        clients = self.federation.sampler.sample(
+            round_.grid,
+            round_.log,
+            lambda eligible: [
+                client for client in eligible if client.node_id not in round_.recipients
+            ],
+        )
+        round_.log.skipped = skipped
+        if clients:
+            log.warning(
+                "round %d has %d valid replies, expected %d at least: it asks %s more",
+                round_.number, len(round_.log.clients), round_.min_replies,
+                count(len(clients), "client"),
+            )  # fmt: skip
+        return clients
