@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 
 from ravan_flwr.config.keys import ROBUST
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import num_bytes, to_record
+from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, sent_sparsely, sparsify, sparsity_of_round
 from ravan_flwr.messages.wire import encode, wire_of_round
@@ -117,44 +117,60 @@ class Release:
 
     def read(self, message: Message, sent: Sent) -> Update:
         """Return the update in a reply; raise ValueError with the reason to reject it."""
-        config, method, client, sent_in = self.config, self.method, sent.client, sent.number
-        staleness, max_staleness = self.round.number - sent_in, config.max_staleness
+        client, fraction = sent.client, sent.client.budget_fraction
+        staleness = self._count_versions_since(sent)
+        update = self._decode(message, sent)
+        self.check_form(update.upload, fraction)
+        upload = self._apply_to_present_state(update.upload, sent)
+        if METHODS[self.config.method].pools:  # each client trains on the examples of all
+            everyone = self.federation.registry.clients.values()
+            client = replace(client, examples=sum(each.examples for each in everyone))
+        steps = self.steps(client)
+        max_move = self.config.learning_rate * steps
+        norms = self.check_size(upload, fraction, max_move)
+        return replace(
+            update, client=client, upload=upload, staleness=staleness, steps=steps,
+            max_move=max_move, norms=norms,
+        )  # fmt: skip
+
+    def _count_versions_since(self, sent: Sent) -> int:
+        """Return how old the state is that a client was sent; raise ValueError if it is too old."""
+        staleness, max_staleness = self.round.number - sent.number, self.config.max_staleness
         if staleness and max_staleness is not None and staleness > max_staleness:
             raise ValueError(
                 f"its update is {staleness} versions old, expected at most max-staleness = "
                 f"{max_staleness}"
             )
-        # The state that the client was sent, and what its reply may hold.
-        sent_state = self.round.versions[sent_in] if staleness else self.state
-        fraction, densities = client.budget_fraction, sparsity_of_round(config.densities, sent_in)
-        shapes = method.upload_shapes(fraction).values()
+        return staleness
+
+    def _decode(self, message: Message, sent: Sent) -> Update:
+        """Return a reply's metrics, which are checked, and its tensors, which are not yet."""
+        config, number = self.config, sent.number
+        shapes = self.method.upload_shapes(sent.client.budget_fraction).values()
         max_values = sum(map(math.prod, shapes))
         if CLASSIFIER in self.state:
             max_values += self.state[CLASSIFIER].numel()
-        update = read_trained(
-            message, client, sent_in, self.federation.state.derived,
-            wire_of_round(config.wire, sent_in), max_values, densities[1],
+        return read_trained(
+            message, sent.client, number, self.federation.state.derived,
+            wire_of_round(config.wire, number), max_values,
+            sparsity_of_round(config.densities, number)[1],
             # A calibration, in round 0, trains no personal parameters.
-            personal=self.federation.method.personal is not None and sent_in > 0,
+            personal=self.federation.method.personal is not None and number > 0,
             with_loss=config.privacy == "none", with_seconds=config.privacy != "example",
         )  # fmt: skip
-        self.check_form(update.upload, fraction)
-        upload = update.upload
-        if densities != WHOLE:  # it has changes, most of them zeros; the sums take values
+
+    def _apply_to_present_state(self, upload: Tensors, sent: Sent) -> Tensors:
+        """Return the values that an upload of valid form gives to the present state."""
+        method, fraction = self.method, sent.client.budget_fraction
+        staleness = self.round.number - sent.number
+        sent_state = self.round.versions[sent.number] if staleness else self.state
+        if sparsity_of_round(self.config.densities, sent.number) != WHOLE:
+            # It has changes, most of them zeros; the sums take values.
             upload = upload_from_change(method, upload, fraction, sent_state)
         if staleness:  # its change of an earlier state becomes one of the present state
             weight = weigh_staleness(staleness)
             upload = rebase(method, upload, fraction, sent_state, self.state, weight)
-        if METHODS[config.method].pools:  # each client trains on the examples of all
-            everyone = self.federation.registry.clients.values()
-            client = replace(client, examples=sum(each.examples for each in everyone))
-        steps = self.steps(client)
-        max_move = config.learning_rate * steps
-        return replace(
-            update, client=client, upload=upload, staleness=staleness, steps=steps,
-            max_move=max_move, bytes_up=num_bytes(message.content.array_records["arrays"]),
-            norms=self.check_size(upload, fraction, max_move),
-        )  # fmt: skip
+        return upload
 
     def check_form(self, upload: Tensors, fraction: float) -> None:
         """Raise ValueError if an upload has wrong names, shapes or types for that budget."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr.app import Message, RecordDict
 
-from ravan_flwr.messages.arrays import view_record
+from ravan_flwr.messages.arrays import num_bytes, view_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.records import DISTRUSTS, read_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient, check_derived
@@ -82,8 +82,9 @@ def read_trained(
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MAX_STEPS)) if skips else 0
-        tensors = decode(view_record(content.array_records["arrays"]), wire, max_values)
-        return Update(client, densify(tensors, density, max_values), loss, seconds, anew, skipped)
+        arrays = content.array_records["arrays"]
+        tensors = densify(decode(view_record(arrays), wire, max_values), density, max_values)
+        return Update(client, tensors, loss, seconds, anew, skipped, bytes_up=num_bytes(arrays))
 
 
 def read_refusal(reply: Message, round_number: int) -> str:
