@@ -179,7 +179,8 @@ def _run_rounds(
     metric, budget = loaded.task.metric, release_class(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, loaded, start, privacy=privacy)
-    strategy.registry.owners.update({} if start.last_round is None else directory.read_node_keys())
+    registry = strategy.federation.registry
+    registry.owners.update({} if start.last_round is None else directory.read_node_keys())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
         as progress,
@@ -192,7 +193,7 @@ def _run_rounds(
         )
         strategy.callbacks.all.append(recorder)
         if config.deliver:
-            arguments = (config, strategy.registry, strategy.message_builder)
+            arguments = (config, registry, strategy.federation.message_builder)
             delivery = load(DELIVER_AT_END)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(user_callbacks)
@@ -206,14 +207,14 @@ def _run_rounds(
         )
     recorder.drop_later_rounds()  # not done yet if no further round was run
     summary = make_summary(
-        loaded, config, strategy.records, len(strategy.registry.clients), simulated=simulating(grid)
+        loaded, config, strategy.records, len(registry.clients), simulated=simulating(grid)
     )
-    if strategy.privacy is not None:
-        summary.update(cast(Summary, strategy.privacy.as_record()))
+    if privacy is not None:
+        summary.update(cast(Summary, privacy.as_record()))
     if (processes := count_processes(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
-    _save_result(strategy.state.tensors, loaded, directory, summary)
+    _save_result(strategy.federation.state.tensors, loaded, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
 

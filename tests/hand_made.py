@@ -162,11 +162,11 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings)
     settings |= {"num_rounds": rounds, "round_timeout": timeout}
     config = read_config(settings_from(settings))
     strategy = strategy_of(nodes, config, callbacks=[notes])
-    strategy.registry.owners.update(owners or {})
+    strategy.federation.registry.owners.update(owners or {})
     strategy.start(
         nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
     )
-    return notes, strategy, strategy.state.tensors
+    return notes, strategy, strategy.federation.state.tensors
 
 
 def initial(nodes):

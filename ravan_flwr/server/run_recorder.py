@@ -71,7 +71,7 @@ class RunRecorder(Callback):
         begins = reason and not (measured and "collapsed" in measured[-1])
         self.directory.append_round(record)
         self.directory.write_num_clients(record["partitions"])
-        self.directory.write_node_keys(self.strategy.registry.owners)
+        self.directory.write_node_keys(self.strategy.federation.registry.owners)
         folder, best = self.directory.checkpoints, None
         if number:
             best = best_round(records, self.metric)
@@ -80,8 +80,9 @@ class RunRecorder(Callback):
             save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
             self.progress.round(record)
         else:  # the calibration
-            assert self.strategy.message_builder.fixed is not None
-            save_fixed(folder, from_record(self.strategy.message_builder.fixed))
+            fixed = self.strategy.federation.message_builder.fixed
+            assert fixed is not None
+            save_fixed(folder, from_record(fixed))
             save_checkpoint(folder, 0, dict(state), self.strategy.memory)
             self.progress.calibrated(record)
         self.trackers.round(record)

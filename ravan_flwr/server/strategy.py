@@ -27,16 +27,13 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import TRANSPORTS, load
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.record import Metrics, per_client_statistics
-from ravan_flwr.server.aggregation import ServerState
-from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.releases import Calibrated, Release, release_class
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.round import MessageBuilder, Round, Sent
+from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.round_log import RoundLog, weighted_mean
 from ravan_flwr.server.runtime import in_process, simulating
-from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.transports import Plain, Transport
@@ -69,26 +66,14 @@ class FederatedTuning:
         callbacks: Iterable[object] = (),
         privacy: PrivacyBudget | None = None,
     ) -> None:
-        self.config, self.loaded, self.method = config, loaded, loaded.model.method
-        self.callbacks, self.privacy = Callbacks(callbacks), privacy
-        self.records = list(start.records)
+        self.callbacks, self.records = Callbacks(callbacks), list(start.records)
         self._resume_point = start
-        self._fetched: set[int] = set()  # nodes that have the app bundle
-        if privacy is not None:
-            privacy.restore(start.memory)
-        partitions = start.records[-1]["partitions"] if start.records else None
-        self.registry = ClientRegistry(config, loaded, partitions)
-        self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
-        self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
         self._release_class = release_class(config)
-        cohort = self._release_class.smallest_cohort
-        self.sampler = Sampler(config, self.method, self.registry, cohort)
-        self.federation = Federation(
-            config, loaded, self.registry, self.sampler, self.state, self.message_builder,
-            privacy, start.trained,
-        )  # fmt: skip
+        smallest_cohort = self._release_class.smallest_cohort
+        self.federation = Federation(config, loaded, start, privacy, smallest_cohort)
         transport: type[Transport] = load(TRANSPORTS[config.aggregation])
         self.transport = transport(self.federation, start.memory)
+        self._fetched: set[int] = set()  # nodes that have the app bundle
 
     def start(
         self,
@@ -106,44 +91,46 @@ class FederatedTuning:
         if not in_process(grid):
             install_object_check()
             retry_failed_calls(grid, timeout)
-        clock = self.federation.clock = find_clock(grid)
-        self.federation.began = clock.now - self._resume_point.time
-        result = Result()
-        self.state.tensors = from_record(initial_arrays)
+        result, federation, start = Result(), self.federation, self._resume_point
+        config, method, privacy = federation.config, federation.method, federation.privacy
+        registry, state = federation.registry, federation.state
+        federation.clock = find_clock(grid)
+        federation.began = federation.clock.now - start.time
+        state.tensors = from_record(initial_arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
-        self.registry.recruit(grid, wait=True)
-        fixed_sent = self.registry.restore(self._resume_point.memory)
-        if fixed_sent and self.message_builder.fixed is not None:
-            # Only a grid in process has such a memory.
-            cast(Any, grid).give_fixed(self.message_builder.fixed, fixed_sent)
-        self.summary()
-        if self.privacy is not None:
-            self.privacy.begin(self.registry, num_rounds)
+        registry.recruit(grid, wait=True)
+        fixed, fixed_sent = federation.message_builder.fixed, registry.restore(start.memory)
+        if fixed_sent and fixed is not None:
+            cast(Any, grid).give_fixed(fixed, fixed_sent)  # only one in process has such a memory
+        clients = registry.clients.values()
+        eligible = sum(federation.sampler.can_train(client.budget_fraction) for client in clients)
+        report_start(config, method, list(map(federation.steps, clients)), eligible)
+        if privacy is not None:
+            privacy.begin(registry, num_rounds)
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
-        if self.method.calibration is not None and self.message_builder.fixed is None:
+        if method.calibration is not None and fixed is None:
             self._train(0, grid)
-            assert self.message_builder.fixed is not None  # set by the round
-            self.state.derived = self.loaded.model.load_fixed(
-                from_record(self.message_builder.fixed)
-            )
+            fixed = federation.message_builder.fixed
+            assert fixed is not None  # set by the round
+            state.derived = federation.loaded.model.load_fixed(from_record(fixed))
             self._record()
-        for number in range(self._resume_point.first, num_rounds + 1):
+        for number in range(start.first, num_rounds + 1):
             if reason := self._stop_reason(number):
                 log.info(reason)
                 break
             # The last round is evaluated. Its end by time is known only after training.
-            last = number == num_rounds or exceeds_max_bytes(self.config, self.records, rounds=2)
-            last = last or (self.privacy is not None and self.privacy.ends_after(1))
+            last = number == num_rounds or exceeds_max_bytes(config, self.records, rounds=2)
+            last = last or (privacy is not None and privacy.ends_after(1))
             # 3. Train: the next state.
             self._train(number, grid)
             loss = self.round.log.train_loss
             losses = {} if loss is None else {"train-loss": loss}
-            result.arrays = to_record(self.state.tensors)
+            result.arrays = to_record(state.tensors)
             result.train_metrics_clientapp[number] = MetricRecord(losses)
-            last = last or 0 < self.config.until_time <= self.federation.time
+            last = last or 0 < config.until_time <= federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
-            if number % self.config.eval_every == 0 or last:
+            if number % config.eval_every == 0 or last:
                 with self.round.log.timed("evaluate"):
                     if evaluate_fn is None:
                         metrics = self._evaluate_on_clients(number, grid)
@@ -153,7 +140,7 @@ class FederatedTuning:
             self._record(metrics)
             # 6. Recruit nodes that have connected meanwhile, for the next round.
             if number < num_rounds:
-                self.registry.gather(grid)
+                registry.gather(grid)
         return result
 
     # One round.
@@ -161,7 +148,7 @@ class FederatedTuning:
     def _train(self, number: int, grid: Grid) -> None:
         """Run a round as soon as enough clients are connected. Round 0 is the calibration."""
         self.open_round(number, grid)
-        self.sampler.wait(grid, self.round.log)
+        self.federation.sampler.wait(grid, self.round.log)
         # The calibration has a plain transport in all runs.
         transport = self.transport if number else Plain(self.federation)
         with self.round.log.timed("train"):
@@ -169,10 +156,10 @@ class FederatedTuning:
 
     def open_round(self, number: int, grid: Grid) -> None:
         """Begin a round, with empty sums."""
-        release = self._release_class if number else Calibrated
-        round_log = RoundLog(number, self.registry.partitions)
-        self.round = Round(self.config, self.message_builder, round_log, grid)
-        self.release: Release = release(self.federation, self.round, self.state.tensors)
+        federation, release = self.federation, self._release_class if number else Calibrated
+        round_log = RoundLog(number, federation.registry.partitions)
+        self.round = Round(federation.config, federation.message_builder, round_log, grid)
+        self.release: Release = release(federation, self.round, federation.state.tensors)
 
     def aggregate_train(self, updates: Iterable[tuple[Sent, Update]]) -> None:
         """Sum the updates, head by head if there are heads, and step to the next state.
@@ -189,7 +176,7 @@ class FederatedTuning:
         try:
             mean = release.close()
             if mean is not None:
-                self.state.step(mean, release.method.frozen_tensors)
+                self.federation.state.step(mean, release.method.frozen_tensors)
         except ValueError as error:
             if not round_.number:
                 raise  # without the calibration's fixed tensors the run cannot start
@@ -220,14 +207,16 @@ class FederatedTuning:
         Return the mean, weighted by the clients' numbers of examples, or of other units; None if no
         reply is valid.
         """
-        measures, share = self.loaded.task.measures, self.config.validation_share
-        message_type, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
-        clients = self.registry.without_skipped(self.registry.present(grid), message_type, number)
-        message = self.message_builder.message
+        federation, registry = self.federation, self.federation.registry
+        measures, share = federation.loaded.task.measures, federation.config.validation_share
+        message_type = MessageType.EVALUATE
+        content = self.release.encode(federation.state.tensors)
+        clients = registry.without_skipped(registry.present(grid), message_type, number)
+        message = federation.message_builder.message
         messages = [message(client, message_type, number, content, {}) for client in clients]
 
         def read(reply: Message, sent: Sent) -> tuple[float, Metrics]:
-            limit = max_validation_size(self.registry.examples(sent.client), share)
+            limit = max_validation_size(registry.examples(sent.client), share)
             return read_evaluated(reply, number, measures, limit)
 
         valid = self.round.valid(self.round.replies(messages), read)
@@ -241,40 +230,36 @@ class FederatedTuning:
 
     # Around the rounds.
 
-    def summary(self) -> None:
-        """Log the method, its number of trained parameters, and the clients of a round."""
-        clients = self.registry.clients.values()
-        steps = list(map(self.federation.steps, clients))
-        eligible = sum(self.sampler.can_train(client.budget_fraction) for client in clients)
-        report_start(self.config, self.method, steps, eligible)
-
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""
+        federation = self.federation
         if not simulating(self.round.grid):
-            nodes = self.registry.clients.keys()
+            nodes = federation.registry.clients.keys()
             self.round.log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
-        record = self.round.log.record(cast(Metrics, dict(metrics or {})), self.federation.time)
-        if reached(self.config, self.loaded.task.metric, [record]):
-            record["reached"] = self.config.until_metric
+        record = self.round.log.record(cast(Metrics, dict(metrics or {})), federation.time)
+        if reached(federation.config, federation.loaded.task.metric, [record]):
+            record["reached"] = federation.config.until_metric
         self.records.append(record)
-        self.callbacks.on_round_end(record, self.state.tensors)
+        self.callbacks.on_round_end(record, federation.state.tensors)
 
     def _stop_reason(self, number: int) -> str:
         """Return why the run stops before a round of that number; "" if it continues."""
-        reason = stop_reason(self.config, self.loaded.task.metric, self.records, number)
-        if not reason and self.privacy is not None and self.privacy.ends_after(0):
+        federation, privacy = self.federation, self.federation.privacy
+        metric = federation.loaded.task.metric
+        reason = stop_reason(federation.config, metric, self.records, number)
+        if not reason and privacy is not None and privacy.ends_after(0):
             reason = f"epsilon: no room for round {number}; the run ends here"
         return reason
 
     @property
     def memory(self) -> Tensors:
         """Return what a resumed run needs in addition to the state."""
-        clock = self.federation.clock
+        federation = self.federation
         return (
-            self.state.memory
-            | clock.memory
+            federation.state.memory
+            | federation.clock.memory
             | self.transport.memory
-            | (self.registry.memory if in_process(self.round.grid) else {})
-            | (self.privacy.memory if self.privacy else {})
+            | (federation.registry.memory if in_process(self.round.grid) else {})
+            | (federation.privacy.memory if federation.privacy else {})
         )

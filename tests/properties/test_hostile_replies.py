@@ -141,7 +141,7 @@ class Server:
         self.nodes = Nodes(2, method=method)
         config = read_config({"method": method, "limits": "max-update-norm=1e4"})
         self.strategy = strategy_of(self.nodes, config)
-        self.strategy.registry.recruit(self.nodes)
+        self.strategy.federation.registry.recruit(self.nodes)
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
         # Sent to each client in each round.
         self.sent = to_record(make_broadcast(self.nodes.method, self.state, 1.0))
@@ -151,7 +151,9 @@ class Server:
         self.honest = self.nodes.answer(first, self.message(first)).content
 
     def message(self, node, number=1):
-        message = self.strategy.message_builder.message(node, "train", number, self.sent, {})
+        message = self.strategy.federation.message_builder.message(
+            node, "train", number, self.sent, {}
+        )
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         if self.round is not None:
             self.round.expect(message, node)
@@ -168,13 +170,13 @@ class Server:
 
     def close(self, *what):
         """Return the state after a round of these replies, and the round log."""
-        self.strategy.state.tensors = self.state
+        self.strategy.federation.state.tensors = self.state
         self.strategy.open_round(1, self.nodes)
         self.round = self.strategy.round
         clients = self.nodes.registered.values()
         replies = [self.reply(node, one) for node, one in zip(clients, what, strict=False)]
         self.strategy.aggregate_train(self.round.valid(replies, self.strategy.release.read))
-        return self.strategy.state.tensors, self.round.log
+        return self.strategy.federation.state.tensors, self.round.log
 
 
 BATCH = 25

@@ -74,8 +74,8 @@ class BadAnswer(Attacker):
 
 def test_an_invalid_answer_to_the_query_refuses_its_node_alone():
     _, strategy, _ = train_all(Attacked(BadAnswer()), rounds=1)
-    assert strategy.registry.clients.keys() == {11, 13, 14}
-    assert "cannot be read: KeyError" in strategy.registry.refused[12]
+    assert strategy.federation.registry.clients.keys() == {11, 13, 14}
+    assert "cannot be read: KeyError" in strategy.federation.registry.refused[12]
 
 
 class Opposite(Attacker):

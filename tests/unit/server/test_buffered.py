@@ -209,6 +209,8 @@ def test_a_reply_after_its_timeout_is_still_expected_over_a_network():
                     yield reply
 
     _, strategy, _ = run(Silent(3), 2, timeout=0.2, **ASYNC | {"buffer_size": 3})
-    client = next(c for c in strategy.registry.clients.values() if c.partition_id == 2)
-    reasons = [reason for _, reason in strategy.registry.nodes[client.node_id].late.values()]
+    client = next(c for c in strategy.federation.registry.clients.values() if c.partition_id == 2)
+    reasons = [
+        reason for _, reason in strategy.federation.registry.nodes[client.node_id].late.values()
+    ]
     assert reasons[0] == "late: an update of version 1, after 0.2 s"

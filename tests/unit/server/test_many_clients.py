@@ -117,7 +117,7 @@ def test_the_number_of_open_queries_in_flowers_simulation_is_limited():
     nodes = Simulated(3 * AT_ONCE + 5)
     _, strategy, _ = train_four(nodes)
     assert nodes.most == AT_ONCE
-    assert len(strategy.registry.clients) == 3 * AT_ONCE + 5
+    assert len(strategy.federation.registry.clients) == 3 * AT_ONCE + 5
 
 
 def test_all_clients_are_queried_where_the_first_ones_are_refused():
@@ -125,7 +125,11 @@ def test_all_clients_are_queried_where_the_first_ones_are_refused():
     for number in range(11, 11 + AT_ONCE):
         nodes.registered[number] = replace(nodes.registered[number], backbone="another")
     _, strategy, _ = train_four(nodes)
-    assert len(strategy.registry.clients) == len(strategy.registry.refused) == AT_ONCE
+    assert (
+        len(strategy.federation.registry.clients)
+        == len(strategy.federation.registry.refused)
+        == AT_ONCE
+    )
 
 
 def test_a_waiting_message_is_found_without_iteration():

@@ -85,7 +85,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     with pytest.raises(OSError, match="no space"):
         strategy.start(nodes, initial(nodes), num_rounds=1)
     assert not notes.states
-    assert not strategy.state.tensors["H"].any()
+    assert not strategy.federation.state.tensors["H"].any()
 
 
 def test_losses_and_numbers_of_examples_are_not_recorded():

@@ -64,4 +64,4 @@ def test_the_release_of_the_documentation_works(monkeypatch):
         refused.append(notes.records[0].get("refused", ""))
     assert refused[0] == ""
     assert "cancel each other" in refused[1]
-    assert not used.state.tensors["B"].any()
+    assert not used.federation.state.tensors["B"].any()

@@ -235,8 +235,8 @@ def test_a_reconnecting_node_cannot_take_the_partition_of_another():
     notes, strategy, _ = train_all(nodes, rounds=6, evaluate_fn=evaluate)
     trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
     assert trained == [[0, 1, 2, 3]] + [[0, 1, 2]] * 5
-    assert strategy.registry.clients.keys() == {12, 13, 14}
-    assert "partition-id 0 is taken by node 14" in strategy.registry.refused[11]
+    assert strategy.federation.registry.clients.keys() == {12, 13, 14}
+    assert "partition-id 0 is taken by node 14" in strategy.federation.registry.refused[11]
 
 
 class Keyed(Reconnecting):
@@ -349,9 +349,9 @@ def test_a_node_refused_for_its_examples_occupies_no_partition():
     # It is asked first, with the partition of node 14.
     nodes.registered[11] = registered_client(11, 0, examples=2**40)
     strategy = strategy_with(nodes, lambda number: [10] * number, weighting="examples")
-    strategy.registry.recruit(nodes, wait=True)
-    assert strategy.registry.clients.keys() == {12, 13, 14}
-    assert "expected 10" in strategy.registry.refused[11]
+    strategy.federation.registry.recruit(nodes, wait=True)
+    assert strategy.federation.registry.clients.keys() == {12, 13, 14}
+    assert "expected 10" in strategy.federation.registry.refused[11]
 
 
 def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
@@ -414,11 +414,11 @@ def test_a_server_without_the_shared_data_logs_that_sizes_are_unchecked(caplog):
 
     nodes = Nodes()
     strategy = strategy_with(nodes, missing, weighting="examples")
-    strategy.registry.recruit(nodes, wait=True)
-    strategy.registry.recruit(nodes)
-    assert len(strategy.registry.clients) == 4
+    strategy.federation.registry.recruit(nodes, wait=True)
+    strategy.federation.registry.recruit(nodes)
+    assert len(strategy.federation.registry.clients) == 4
     assert caplog.text.count("are not checked: no such data set") == 1
-    (first, *_) = strategy.registry.clients.values()
+    (first, *_) = strategy.federation.registry.clients.values()
     liar = replace(first, examples=2**40)
     assert weight(strategy, liar) == 100.0  # ten times the others' claims
 
@@ -427,8 +427,10 @@ def test_a_claim_of_own_examples_is_limited_by_the_others_or_the_operator():
     nodes = Nodes(own_data=True)
     nodes.registered[12] = registered_client(12, 2, own_data=True, examples=2**40)
     strategy = strategy_with(nodes, weighting="examples")
-    strategy.registry.recruit(nodes, wait=True)
-    weights = {m.partition_id: weight(strategy, m) for m in strategy.registry.clients.values()}
+    strategy.federation.registry.recruit(nodes, wait=True)
+    weights = {
+        m.partition_id: weight(strategy, m) for m in strategy.federation.registry.clients.values()
+    }
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
     capped = strategy_with(nodes, weighting="examples", max_examples=7)
     capped.registry.recruit(nodes, wait=True)
@@ -574,5 +576,5 @@ def test_a_late_reply_is_recorded_and_is_no_second_fault():
     assert first == ["no reply within 0.2 s"]
     late = "late: a reply to round 1, which closed after 0.2 s"
     assert second == [late, "no reply within 0.2 s"]
-    client = next(c for c in strategy.registry.clients.values() if c.partition_id == 1)
-    assert strategy.registry.nodes[client.node_id].faults == 2  # one in each round
+    client = next(c for c in strategy.federation.registry.clients.values() if c.partition_id == 1)
+    assert strategy.federation.registry.nodes[client.node_id].faults == 2  # one in each round

@@ -318,10 +318,10 @@ def test_an_incompatible_node_is_refused_by_name(change, reason):
     nodes = Nodes()
     nodes.registered[11] = registered_client(11, **{"partition_id": 3} | change)
     _, strategy, _ = train_all(nodes)
-    ((node_id, refusal),) = strategy.registry.refused.items()
+    ((node_id, refusal),) = strategy.federation.registry.refused.items()
     assert node_id in {11, 14}
     assert re.search(reason, refusal)
-    assert len(strategy.registry.clients) == 3
+    assert len(strategy.federation.registry.clients) == 3
 
 
 @pytest.mark.parametrize("change", [{"num_partitions": 5, "own_data": True}, {"device": ""}])
@@ -329,8 +329,8 @@ def test_a_node_may_differ_in_these_fields(change):
     nodes = Nodes()
     nodes.registered[11] = registered_client(11, 3, **change)
     _, strategy, _ = train_all(nodes)
-    assert not strategy.registry.refused
-    assert strategy.registry.partitions == 4  # own data are not counted
+    assert not strategy.federation.registry.refused
+    assert strategy.federation.registry.partitions == 4  # own data are not counted
 
 
 def test_without_an_eligible_node_the_run_stops_and_few_refusals_are_logged(caplog):
@@ -371,8 +371,8 @@ def test_a_device_that_cannot_take_part_goes_by_its_partition_and_one_sentence(
     _, strategy, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=3)
     logged = [line for line in caplog.messages if "refused" in line]
     assert logged == [f"refused {name}: {reason}"]
-    assert len(strategy.registry.clients) == 3
-    refused = [node for node in strategy.registry.nodes.values() if node.refused]
+    assert len(strategy.federation.registry.clients) == 3
+    refused = [node for node in strategy.federation.registry.nodes.values() if node.refused]
     assert [(node.name, node.refused) for node in refused] == [(name, reason)]
 
 
@@ -418,7 +418,7 @@ class Silent(Nodes):
 def test_a_run_begins_without_an_unresponsive_node():
     notes, strategy, _ = train_all(Silent())
     assert len(notes.records[0]["clients"]) == 3
-    assert strategy.registry.refused == {13: "no answer within 0.2 s"}
+    assert strategy.federation.registry.refused == {13: "no answer within 0.2 s"}
 
 
 def test_a_round_does_not_wait_for_a_new_node_that_does_not_answer(monkeypatch):
@@ -451,7 +451,7 @@ def test_a_run_does_not_wait_for_a_node_that_disconnects_at_each_query(monkeypat
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
     notes, strategy, _ = train_all(Disconnecting(), rounds=2)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
-    assert 13 not in strategy.registry.clients
+    assert 13 not in strategy.federation.registry.clients
 
 
 class Restarted(Nodes):
@@ -481,7 +481,7 @@ def test_a_restarted_node_is_queried_again(before, after):
     ]
     expected = [] if "num_partitions" in after else [after.get("budget_fraction", 1.0)]
     assert fractions == [[] if before else [1.0], expected, expected]
-    assert bool(strategy.registry.refused) == ("num_partitions" in after)
+    assert bool(strategy.federation.registry.refused) == ("num_partitions" in after)
 
 
 @pytest.mark.parametrize(
@@ -501,9 +501,11 @@ def test_the_majority_of_nodes_decides_the_number_of_partitions(numbers, stay):
         for i, (partition, number) in enumerate(numbers)
     }
     notes, strategy, _ = train_all(nodes)
-    assert strategy.registry.clients.keys() == stay
-    assert len(strategy.registry.refused) == len(numbers) - len(stay)
-    assert strategy.registry.partitions == notes.records[0]["partitions"] == numbers[-1][1]
+    assert strategy.federation.registry.clients.keys() == stay
+    assert len(strategy.federation.registry.refused) == len(numbers) - len(stay)
+    assert (
+        strategy.federation.registry.partitions == notes.records[0]["partitions"] == numbers[-1][1]
+    )
 
 
 def test_a_refused_node_is_queried_again_when_it_reconnects():
@@ -518,7 +520,7 @@ def test_a_refused_node_is_queried_again_when_it_reconnects():
 
     notes, strategy, _ = train_all(nodes, rounds=4, evaluate_fn=evaluate)
     assert [len(record["clients"]) for record in notes.records] == [3, 3, 4, 4]
-    assert not strategy.registry.refused
+    assert not strategy.federation.registry.refused
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])

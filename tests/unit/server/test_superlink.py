@@ -78,7 +78,7 @@ def test_a_temporary_failure_affects_no_reply(failure, call, monkeypatch):
     assert all(record["rejected"] == [] for record in notes.records)
     for state, alone in zip(notes.states, honest.states, strict=True):
         assert all(torch.equal(state[name], alone[name]) for name in alone)
-    assert all(node.failures == 0 for node in strategy.registry.nodes.values())
+    assert all(node.failures == 0 for node in strategy.federation.registry.nodes.values())
 
 
 def test_calls_are_repeated_until_the_deadline():
@@ -117,7 +117,7 @@ def test_a_reply_lost_by_the_superlink_does_not_count_as_missed():
         assert {entry["client"] for entry in record["rejected"]} == {"partition 1", "partition 2"}
         assert {entry["reason"] for entry in record["rejected"]} == {reason}
     assert len(notes.records[2]["clients"]) == 4
-    assert all(node.failures == 0 for node in strategy.registry.nodes.values())
+    assert all(node.failures == 0 for node in strategy.federation.registry.nodes.values())
     with pytest.raises(RuntimeError, match=r"got no valid reply.*SuperLink failed \(HTTP 500\)"):
         run(Lost(0, 1, 2, 3), timeout=60.0, **ALL)
 
