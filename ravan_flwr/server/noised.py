@@ -25,7 +25,7 @@ from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Round
+from ravan_flwr.server.round import Limits, Round
 from ravan_flwr.server.update import Update
 from ravan_flwr.training.adapted_model import AdaptedModel
 
@@ -47,14 +47,17 @@ class Noised(Release):
         super().__init__(federation, round_, state)
         self.account = cast(ClientBudget, federation.privacy)
         self.norm = self.account.norm
-        round_.min_replies = 0  # a cohort may be empty; then the round releases only noise
-        round_.asks_more = False  # the account counts only the clients that were drawn
-        round_.enough = round_.grace = math.inf  # the round waits for all replies
         # All clients that may be drawn, connected or not.
         everyone = federation.registry.clients.values()
         eligible = (client for client in everyone if self.method.can_train(client.budget_fraction))
         self.clients = sorted(eligible, key=lambda client: client.partition_id)
         self.noise = self.account.noise(len(self.clients))
+
+    @property
+    def limits(self) -> Limits:
+        # The round waits for all replies, of the clients that were drawn: the account counts them
+        # alone. A cohort may be empty; then only noise is released.
+        return Limits(min_replies=0, quorum=0, grace=math.inf, asks_more=False)
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:

@@ -33,7 +33,7 @@ from ravan_flwr.server.aggregation import (
 )
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.round import Limits, Round, Sent
 from ravan_flwr.server.update import Update, read_trained
 from ravan_flwr.training.adapted_model import AdaptedModel
 
@@ -56,7 +56,7 @@ class Release:
 
     Args:
         federation: The parts of the run.
-        round_: The round, whose limits a release may change.
+        round_: The round.
         state: The state that clients are sent in this round, dropped when the round has closed.
     """
 
@@ -76,6 +76,11 @@ class Release:
     def smallest_cohort(config: Config, partitions: int) -> int:  # noqa: ARG004
         """Return how many clients must be connected before a round begins."""
         return config.min_replies
+
+    @property
+    def limits(self) -> Limits:
+        """Return how many replies the round needs, and how long it waits for more."""
+        return replace(self.round.limits, enough=self.config.clients_per_round)
 
     # Before training.
 
@@ -231,11 +236,13 @@ class Calibrated(Release):
         self.calibration_sums = CalibrationSums(
             calibration, config.max_update_norm, max_move, config.robust
         )
-        round_.asks_more = False
-        if self.all_clients:
-            round_.enough = math.inf
-        if config.robust != "none":
-            round_.min_replies = round_.quorum = max(round_.min_replies, ROBUST[config.robust])
+
+    @property
+    def limits(self) -> Limits:
+        limits = self.round.limits if self.all_clients else super().limits
+        # A robust statistic of fewer replies would leave the fixed tensors at zero.
+        needed = max(limits.min_replies, ROBUST.get(self.config.robust, 0))
+        return replace(limits, min_replies=needed, quorum=needed, asks_more=False)
 
     def draw(self) -> list[RegisteredClient]:
         if not self.all_clients:

@@ -74,10 +74,21 @@ class Sent:
     time: float  # when it was sent
 
 
-class Round:
-    """The messages of one round that are under way, and the limits of the wait for replies.
+@dataclass(frozen=True)
+class Limits:
+    """How many replies a round needs, and how long it waits for more."""
 
-    Its release and its transport may change the limits when they open.
+    min_replies: int  # valid replies that the round needs
+    quorum: int  # valid replies with which the straggler timeout begins
+    grace: float | None  # the straggler timeout; None: automatic
+    enough: float = math.inf  # valid replies that end the wait at once
+    asks_more: bool = True  # are further clients asked if fewer than `min_replies` came?
+
+
+class Round:
+    """The messages of one round that are under way.
+
+    `limits` are those of the settings, for a wait for all replies. A release may have others.
     """
 
     def __init__(
@@ -85,23 +96,17 @@ class Round:
     ) -> None:
         self.config, self.log, self.grid, self.number = config, log, grid, log.number
         self._message_builder, self._nodes = message_builder, message_builder.nodes
-        self.min_replies = config.min_replies  # valid replies that the round needs
-        self.asks_more = True  # are further clients asked if fewer have replied?
-        self.enough: float = config.clients_per_round  # valid replies that end the wait at once
-        self.quorum = self.min_replies  # valid replies with which the straggler timeout begins
-        self.grace = config.straggler_grace  # the straggler timeout; None: automatic
-        if in_process(grid) and find_clock(grid) is REAL:
-            # Clients in one process share this machine: none is slower than the others.
-            self.grace = math.inf
+        # Clients in one process share this machine: none is slower than the others.
+        alike = in_process(grid) and find_clock(grid) is REAL
+        grace = math.inf if alike else config.straggler_grace
+        self.limits = Limits(config.min_replies, config.min_replies, grace)
         self.recipients: set[int] = set()  # ids of the nodes that were sent a message
         self.outstanding: dict[str, Sent] = {}  # by message id
         self.versions: Mapping[int, Tensors] = {}  # earlier states that clients still train
         self.deadline = RoundDeadline(0, 0)
         self._kind = MessageType.TRAIN  # of its messages
 
-    def replies(
-        self, messages: list[Message], enough: float = math.inf, quorum: int | None = None
-    ) -> Iterator[Message]:
+    def replies(self, messages: list[Message], limits: Limits | None = None) -> Iterator[Message]:
         """Send the messages, then yield replies as they arrive, until the `RoundDeadline`.
 
         Nodes that have not replied by then are asked less often from now on.
@@ -112,10 +117,10 @@ class Round:
         # A calibration counts as training.
         self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(messages)
-        grid = self.grid
+        grid, limits = self.grid, limits or self.limits
         self.deadline = RoundDeadline(
-            self.config.round_timeout, len(self.outstanding),
-            self.quorum if quorum is None else quorum, self.grace, enough, find_clock(grid),
+            self.config.round_timeout, len(self.outstanding), limits.quorum, limits.grace,
+            limits.enough, find_clock(grid),
         )  # fmt: skip
         failures = {
             message_id: self._nodes[sent.client.node_id].failures

@@ -13,7 +13,9 @@ Flower's `Strategy` has one loop for all, buffers all replies of a round and has
 this is a loop of its own; `ravan_flwr.strategies` has strategies for Flower's loop.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, cast
 
@@ -171,8 +173,8 @@ class FederatedTuning:
         for sent, update in updates:
             self._log_use(update, release.add(update), sent)
             del update  # it may be as large as the model
-        if len(round_.log.clients) < round_.min_replies:
-            raise RuntimeError(round_.log.too_few_replies_message(round_.min_replies))
+        if len(round_.log.clients) < (min_replies := release.limits.min_replies):
+            raise RuntimeError(round_.log.too_few_replies_message(min_replies))
         try:
             mean = release.close()
             if mean is not None:
@@ -219,7 +221,8 @@ class FederatedTuning:
             limit = max_validation_size(registry.examples(sent.client), share)
             return read_evaluated(reply, number, measures, limit)
 
-        valid = self.round.valid(self.round.replies(messages), read)
+        replies = self.round.replies(messages, replace(self.release.limits, enough=math.inf))
+        valid = self.round.valid(replies, read)
         answers = {sent.client.partition_id: answer for sent, answer in valid}
         if not answers:
             return None

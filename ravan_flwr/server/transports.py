@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from logging import getLogger
 from types import MappingProxyType
 
@@ -15,7 +16,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.round import Limits, Round, Sent
 from ravan_flwr.server.update import Update
 
 log = getLogger(__name__)
@@ -56,16 +57,15 @@ class Plain(Transport):
         # A node's failure loses its reply, but not the round while other clients can be asked.
         clients = release.draw()
         while clients:
-            came = len(round_.log.clients)  # valid replies of the clients asked before
-            replies = round_.replies(
-                release.write(clients), round_.enough - came, round_.quorum - came
-            )
+            came, limits = len(round_.log.clients), release.limits  # of the clients asked before
+            limits = replace(limits, enough=limits.enough - came, quorum=limits.quorum - came)
+            replies = round_.replies(release.write(clients), limits)
             yield from round_.valid(replies, release.read)
-            clients = self._draw_more(round_)
+            clients = self._draw_more(round_, release.limits)
 
-    def _draw_more(self, round_: Round) -> list[RegisteredClient]:
+    def _draw_more(self, round_: Round, limits: Limits) -> list[RegisteredClient]:
         """Draw further clients if too few replied; none if all clients were asked."""
-        if len(round_.log.clients) >= round_.min_replies or not round_.asks_more:
+        if len(round_.log.clients) >= limits.min_replies or not limits.asks_more:
             return []
         skipped = round_.log.skipped
         clients = self.federation.sampler.sample(
@@ -79,7 +79,7 @@ class Plain(Transport):
         if clients:
             log.warning(
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
-                round_.number, len(round_.log.clients), round_.min_replies,
+                round_.number, len(round_.log.clients), limits.min_replies,
                 count(len(clients), "client"),
             )  # fmt: skip
         return clients

@@ -13,6 +13,7 @@ client with the fewest examples within epsilon, if that client trains in every r
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, Literal, NamedTuple, cast
 
@@ -31,7 +32,7 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import CLOSE, Account, PrivacyBudget, Rate, Rounds
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.round import Limits, Round, Sent
 from ravan_flwr.server.update import Update, as_value_error, open_reply, read_refusal, within
 from ravan_flwr.training.adapted_model import AdaptedModel
 
@@ -186,10 +187,15 @@ class Counted(Release):
 
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         super().__init__(federation, round_, state)
-        round_.asks_more = False  # the account counts only the clients that were drawn
         self.account = cast(ExampleBudget, federation.privacy)
         self._earlier: dict[int, int] = {}  # rounds before this one, by partition
         self._refused = 0
+
+    @property
+    def limits(self) -> Limits:
+        limits = replace(super().limits, asks_more=False)  # the account counts only those drawn
+        none_left = 0 < self._refused == len(self._earlier)
+        return replace(limits, min_replies=0) if none_left else limits
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
@@ -217,8 +223,6 @@ class Counted(Release):
     def read(self, message: Message, sent: Sent) -> Update:
         if reason := read_refusal(message, self.round.number):
             self._refused += 1
-            if self._refused == len(self._earlier):
-                self.round.min_replies = 0  # no client is left that the round could wait for
             self.account.close(sent.client)
             raise ValueError(f"it trains no further: {plain(reason)}")
         with as_value_error():

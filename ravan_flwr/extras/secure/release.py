@@ -7,9 +7,9 @@ the clients, or if the sum cannot be unmasked, the round has no effect. The reas
 the run continues.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import compress
 from logging import getLogger
 
@@ -45,7 +45,7 @@ from ravan_flwr.runs.record import MaskedRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.round import Limits, Round, Sent
 from ravan_flwr.server.update import Update, read_masked, read_phase
 from ravan_flwr.specs import MAX_MASKED_CLIENTS
 
@@ -62,12 +62,16 @@ class Masked(Release):
 
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         super().__init__(federation, round_, state)
-        round_.min_replies = 0  # with too few the round has no effect, and the run continues
-        round_.asks_more = False  # the masks belong to the clients that were drawn
-        round_.enough = math.inf  # the round waits for all replies
+        self._quorum = self.config.min_replies  # of the present phase
         self.record: MaskedRecord = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition
         self._failure = ""  # why the sum cannot be unmasked, if that is known already
+
+    @property
+    def limits(self) -> Limits:
+        # With too few replies the round has no effect, and the run continues. The masks belong to
+        # the clients that were drawn.
+        return replace(self.round.limits, min_replies=0, quorum=self._quorum, asks_more=False)
 
     @staticmethod
     def smallest_cohort(config: Config, partitions: int) -> int:
@@ -99,7 +103,7 @@ class Masked(Release):
         secure = self.secure = SecureServer(self._schedule(ready), announcements)
         threshold = secure.schedule.threshold
         self.record = {"clients": len(ready), "threshold": threshold}
-        self.round.quorum = max(threshold, self.round.quorum)
+        self._quorum = max(threshold, self._quorum)
         names = ("sealed", "marks", "seeds")
         self._ask("shares", ready, secure.announce(), names, secure.take_shares_sent)
         for client in ready:
@@ -193,7 +197,7 @@ class Masked(Release):
         sent, min_replies = secure.close_masked(), self.config.min_replies
         if len(partitions) < min_replies:
             raise ValueError(round_log.too_few_replies_message(min_replies))
-        self.round.quorum = secure.schedule.threshold
+        self._quorum = secure.schedule.threshold
         alive = [
             client
             for client in self.federation.registry.clients.values()
@@ -251,7 +255,7 @@ class Masked(Release):
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(sent.client.partition_id, answer)
 
-        for _ in self.round.valid(self.round.replies(messages), read):
+        for _ in self.round.valid(self.round.replies(messages, self.limits), read):
             pass  # taken while it is read, since a share is checked against the others
 
 
