@@ -25,12 +25,13 @@ honest ones can be taken.
 Every reply of a round is kept until the round closes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ravan_flwr.config.keys import KRUM, ROBUST
+from ravan_flwr.config.keys import ROBUST
 from ravan_flwr.methods.base import Tensors
 
 TRIMMED = 0.2  # fraction of the replies that is cut off at either end; at least one reply
@@ -38,11 +39,15 @@ MIN_VALUES = ROBUST["median"]  # values needed to outvote a false one
 
 _BLOCK = 2**18  # numbers of all replies that are sorted, or compared, at a time
 
+Replies = Mapping[str, Sequence[Tensor]]  # all replies' values of each tensor of the state
+
 
 class RobustRound:
     """Keep the replies of a round, in the state's shapes; return their robust statistic."""
 
     def __init__(self, state: Tensors, statistic: str) -> None:
+        if statistic not in STATISTICS:
+            raise ValueError(f"statistic = {statistic!r}: expected {', '.join(STATISTICS)}")
         self.state, self.statistic, self.count = state, statistic, 0
         self.replies: dict[str, list[Tensor]] = {name: [] for name in state}
 
@@ -56,65 +61,83 @@ class RobustRound:
         """Return the next state."""
         if self.count < ROBUST[self.statistic]:
             return dict(self.state)
-        taken: Sequence[int] = range(self.count)
-        if self.statistic in KRUM:
-            taken = choose_by_krum(self.replies.values(), self.count, self.statistic)
-        return {
-            name: self._close(name, [tensors[number] for number in taken])
-            for name, tensors in self.replies.items()
-        }
+        return STATISTICS[self.statistic](self.state, self.replies)
 
-    def _close(self, name: str, replies: list[Tensor]) -> Tensor:
-        """Combine the replies taken, block by block to bound the memory."""
-        old = self.state[name].reshape(-1)
-        flat = [reply.reshape(-1) for reply in replies]
-        new = torch.empty_like(old)
+
+def mean_of_middle(state: Tensors, replies: Replies, cut: Callable[[Tensor], Tensor]) -> Tensors:
+    """Return each number's mean without its largest and smallest values.
+
+    NaN marks a number that a reply does not have. One that fewer than three replies have keeps its
+    old value. `cut` returns how many of n values are cut off at either end.
+    """
+
+    def combine(old: Tensor, values: Tensor) -> Tensor:
+        ordered = values.nan_to_num(torch.inf).sort(dim=0).values  # missing values last
+        number = (~values.isnan()).sum(0)  # (numbers,): the replies that have the number
+        rank = torch.arange(len(values))[:, None]  # (replies, 1)
+        # (replies, numbers): the values in the middle
+        mask = (rank >= cut(number)) & (rank < number - cut(number))
+        mean = torch.where(mask, ordered, 0.0).sum(0) / mask.sum(0).clamp(min=1)
+        return torch.where(number >= MIN_VALUES, mean, old).float()
+
+    return _combine_by_blocks(state, replies, combine)
+
+
+def mean_of_closest(state: Tensors, replies: Replies, taken: Callable[[int, int], int]) -> Tensors:
+    """Return the mean of the replies that Krum takes.
+
+    `taken` returns how many of n replies are taken, of which f may be false.
+    """
+    number = len(next(iter(replies.values())))
+    false = max(0, (number - 3) // 2)  # f, the largest with n >= 2 f + 3
+    chosen = rank_by_krum(replies.values(), number, false)[: taken(number, false)]
+
+    def combine(old: Tensor, values: Tensor) -> Tensor:
+        mean = values.mean(0)
+        return torch.where(mean.isnan(), old, mean)  # no client trained it
+
+    taken_replies = {name: [tensors[i] for i in chosen] for name, tensors in replies.items()}
+    return _combine_by_blocks(state, taken_replies, combine)
+
+
+STATISTICS: dict[str, Callable[[Tensors, Replies], Tensors]] = {
+    "median": partial(mean_of_middle, cut=lambda n: (n - 1).div(2, rounding_mode="floor")),
+    "trimmed-mean": partial(mean_of_middle, cut=lambda n: (n * TRIMMED).long().clamp(min=1)),
+    "krum": partial(mean_of_closest, taken=lambda n, f: 1),  # noqa: ARG005
+    "multi-krum": partial(mean_of_closest, taken=lambda n, f: n - f),
+}
+
+
+def _combine_by_blocks(
+    state: Tensors, replies: Replies, combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensors:
+    """Combine the replies, block by block to bound the memory.
+
+    `combine` takes numbers of the state, and the replies' values of them, (replies, numbers), both
+    in float64.
+    """
+    new = {}
+    for name, tensors in replies.items():
+        old, flat = state[name].reshape(-1), [reply.reshape(-1) for reply in tensors]
+        made = torch.empty_like(old)
         side = max(1, _BLOCK // len(flat))
         for start in range(0, len(old), side):
             part = slice(start, start + side)
-            block = [reply[part] for reply in flat]
-            if self.statistic in KRUM:
-                mean = torch.stack(block).double().mean(0)
-                new[part] = torch.where(mean.isnan(), old[part].double(), mean)  # not trained
-            else:
-                new[part] = median_or_trimmed_mean(old[part], block, self.statistic)
-        return new.view(self.state[name].shape)
+            values = torch.stack([reply[part] for reply in flat]).double()
+            made[part] = combine(old[part].double(), values)
+        new[name] = made.view(state[name].shape)
+    return new
 
 
-def median_or_trimmed_mean(old: Tensor, replies: list[Tensor], statistic: str) -> Tensor:
-    """Return each coordinate's median, or its mean without the largest and smallest values.
-
-    A coordinate that fewer than three replies have keeps its old value. `old` and each reply have
-    one shape; NaN marks a coordinate that a reply does not have.
-    """
-    stacked = torch.stack(replies).double()  # (replies, *shape)
-    ordered = stacked.nan_to_num(torch.inf).sort(dim=0).values  # missing values last
-    number = (~stacked.isnan()).sum(0)  # (*shape): the replies that have the coordinate
-    if statistic == "median":
-        cut = (number - 1).div(2, rounding_mode="floor")
-    elif statistic == "trimmed-mean":
-        cut = (number * TRIMMED).long().clamp(min=1)
-    else:
-        raise ValueError(f"statistic = {statistic!r}: expected median or trimmed-mean")
-    rank = torch.arange(len(replies)).view(-1, *[1] * old.ndim)  # (replies, 1, ...)
-    mask = (rank >= cut) & (rank < number - cut)  # (replies, *shape): the values in the middle
-    total = torch.where(mask, ordered, 0.0).sum(0)
-    mean = total / mask.sum(0).clamp(min=1)
-    return torch.where(number >= MIN_VALUES, mean, old.double()).float()
-
-
-def choose_by_krum(
-    tensors: Iterable[Sequence[Tensor]], number: int, statistic: str
-) -> Sequence[int]:
-    """Return the places of the replies that Krum or multi-Krum takes, the best first.
+def rank_by_krum(tensors: Iterable[Sequence[Tensor]], number: int, false: int) -> list[int]:
+    """Return the places of the replies by Krum's score, the best first.
 
     Args:
         tensors: All replies' values of each tensor, which have one shape. A tensor that no client
             trained is NaN in all of them, and does not count.
         number: The number of replies, n.
-        statistic: `krum` for the best reply, `multi-krum` for all but the f worst ones.
+        false: How many of them may be false, f.
     """
-    false = max(0, (number - 3) // 2)  # f, the largest with n >= 2 f + 3
     distances = torch.zeros(number, number, dtype=torch.float64)  # squared
     for replies in tensors:
         flat = [reply.reshape(-1).split(max(1, _BLOCK // number)) for reply in replies]
@@ -126,8 +149,4 @@ def choose_by_krum(
     distances.fill_diagonal_(torch.inf)  # a reply is not one of those closest to itself
     scores = distances.sort().values[:, : number - false - 2].sum(1)
     best: list[int] = scores.argsort(stable=True).tolist()
-    if statistic == "krum":
-        return best[:1]
-    if statistic == "multi-krum":
-        return best[: number - false]
-    raise ValueError(f"statistic = {statistic!r}: expected krum or multi-krum")
+    return best

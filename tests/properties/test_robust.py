@@ -14,7 +14,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.robust import RobustRound, choose_by_krum, median_or_trimmed_mean
+from ravan_flwr.server.robust import STATISTICS, RobustRound, rank_by_krum
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, some_state, train_client
 
@@ -42,16 +42,15 @@ def test_robust_sums_equal_a_plain_loop(rows):
     for how in BY_COORDINATE:
         expected = [robust_by_loop([row[i] for row in rows], float(old[i]), how) for i in range(3)]
         torch.testing.assert_close(
-            median_or_trimmed_mean(old, replies, how), torch.tensor(expected, dtype=torch.float32)
+            STATISTICS[how]({"x": old}, {"x": replies})["x"],
+            torch.tensor(expected, dtype=torch.float32),
         )
 
 
 def test_an_unknown_statistic_is_refused():
-    replies = [torch.zeros(2)] * 5
-    with pytest.raises(ValueError, match="statistic = 'mode': expected median or trimmed-mean"):
-        median_or_trimmed_mean(torch.zeros(2), replies, "mode")
-    with pytest.raises(ValueError, match="statistic = 'median': expected krum or multi-krum"):
-        choose_by_krum([replies], 5, "median")
+    expected = "expected median, trimmed-mean, krum, multi-krum"
+    with pytest.raises(ValueError, match=f"statistic = 'mode': {expected}"):
+        RobustRound({"x": torch.zeros(2)}, "mode")
 
 
 def accumulate(method, state, uploads, robust):
@@ -183,18 +182,24 @@ def test_krum_takes_the_replies_of_the_definition_and_of_flower(number, size):
     random = torch.Generator().manual_seed(number)
     vectors = torch.randn(number, size, generator=random)
     false = largest_number_of_liars(number)
-    tensors = [[v[: size // 2] for v in vectors], [v[size // 2 :].view(-1, 1) for v in vectors]]
-    got = {how: choose_by_krum(tensors, number, how) for how in KRUM}
+    tensors = {
+        "x": [v[: size // 2] for v in vectors],
+        "y": [v[size // 2 :].view(-1, 1) for v in vectors],
+    }
+    state = {name: torch.zeros_like(values[0]) for name, values in tensors.items()}
+    ranks = rank_by_krum(tensors.values(), number, false)
     contents = [
         RecordDict({"arrays": ArrayRecord({"x": Array(vector.double().numpy())})})
         for vector in vectors
     ]
     for how, kept in (("krum", 1), ("multi-krum", number - false)):
         if size < 100:
-            assert got[how] == krum_by_definition(vectors.double().tolist(), false)[:kept]
+            assert ranks[:kept] == krum_by_definition(vectors.double().tolist(), false)[:kept]
         flowers = select_multikrum(contents, false, kept)
         places = [[content is one for one in contents].index(True) for content in flowers]
-        assert got[how] == places
+        assert ranks[:kept] == places
+        taken = torch.cat([x.flatten() for x in STATISTICS[how](state, tensors).values()])
+        torch.testing.assert_close(taken, vectors[places].double().mean(0).float())
 
 
 @given(
