@@ -87,8 +87,8 @@ def rebase(
 class Aggregate:
     """One round's sums: the method's, and the classifier's mean if it is trained.
 
-    `check` and `add` take one upload: `check` may refuse it, `add` cannot fail. `robust` replaces
-    means by a statistic of robust.py, for methods whose next state is a mean.
+    `check_form`, `check` and `add` take one upload: the checks may refuse it, `add` cannot fail.
+    `robust` replaces means by a statistic of robust.py, for methods whose next state is a mean.
     """
 
     def __init__(
@@ -108,8 +108,12 @@ class Aggregate:
         self._max_move = 0.0  # the largest learning rate times steps among the clients
         self._alone: dict[str, float] = {}  # by tensor: the largest norm of one upload
 
+    def check_form(self, upload: Mapping[str, Tensor], fraction: float = 1.0) -> None:
+        """Raise ValueError if an upload has wrong names, shapes or types for that budget."""
+        check_upload(self.method, upload, self._classifier, fraction)
+
     def check(
-        self, upload: Mapping[str, Tensor], fraction: float, max_move: float = 0.0
+        self, upload: Mapping[str, Tensor], fraction: float = 1.0, max_move: float = 0.0
     ) -> dict[str, float]:
         """Return the norms of an upload of valid form; raise ValueError if it changes too much.
 
@@ -128,8 +132,8 @@ class Aggregate:
     def add(
         self,
         upload: Mapping[str, Tensor],
+        weight: float,
         norms: Mapping[str, float],
-        weight: float = 1.0,
         max_move: float = 0.0,
     ) -> None:
         """Add an upload that was checked, with the norms that `check` returned."""
@@ -152,8 +156,8 @@ class Aggregate:
         max_move: float = 0.0,
     ) -> None:
         """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
-        check_upload(self.method, upload, self._classifier, fraction)
-        self.add(upload, self.check(upload, fraction, max_move), weight, max_move)
+        self.check_form(upload, fraction)
+        self.add(upload, weight, self.check(upload, fraction, max_move), max_move)
 
     def close(self) -> Tensors:
         """Return the next state; raise ValueError if the accepted uploads cannot have made it.
@@ -254,7 +258,7 @@ class ServerOptimizer:
 
 
 class CalibrationSums:
-    """The sums of a calibration; an upload that changes more than the limit allows is refused.
+    """The sums of a calibration, with hooks of the same names as those of `Aggregate`.
 
     `norm` and `max_move` are those of `UpdateNormCheck`. No step bounds a gradient. In its place,
     sketches far larger than most are left out of the mean.
@@ -272,27 +276,31 @@ class CalibrationSums:
             else UpdateNormCheck(None, math.inf)
         )
         if robust != "none":
-            self.sums: Sums = RobustRound(self.start, robust)
+            self._sums: Sums = RobustRound(self.start, robust)
         else:
-            self.sums = (Means if calibration.by_steps else MeansByNorm)(self.start)
+            self._sums = (Means if calibration.by_steps else MeansByNorm)(self.start)
 
-    def check(self, upload: Mapping[str, Tensor]) -> None:
-        """Raise ValueError to refuse an upload."""
+    def check_form(self, upload: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if an upload has wrong names, shapes or types."""
         check_names(upload, [*self.start])
         for name, tensor in self.start.items():
             check_tensor(upload, name, tensor.shape, torch.float32)
+
+    def check(self, upload: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if an upload of valid form changes too much."""
         self.limit.check(measure_changes(upload, self.start))
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add an upload that was checked."""
-        self.sums.add(upload, weight)
+        self._sums.add(upload, weight)
 
     def check_and_add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Check an upload and add it; raise ValueError if it is not valid."""
+        """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
+        self.check_form(upload)
         self.check(upload)
         self.add(upload, weight)
 
     def close(self) -> tuple[Tensors, Tensors]:
         """Return the fixed tensors, and the tensors that they change in the initial state."""
-        mean = self.sums.close()[self.calibration.name]
+        mean = self._sums.close()[self.calibration.name]
         return self.calibration.make(mean.split(self.calibration.sizes))

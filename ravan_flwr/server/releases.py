@@ -191,7 +191,7 @@ class Release:
     def add(self, update: Update) -> list[list[int]]:
         """Add an update to the sums; return its heads, by layer."""
         weight = self.federation.weight(update.client)
-        self.sums.add(update.upload, update.norms, weight, update.max_move)
+        self.sums.add(update.upload, weight, update.norms, update.max_move)
         return self.method.heads_in(update.upload)
 
     def steps(self, client: RegisteredClient) -> int:
@@ -228,24 +228,18 @@ class Calibrated(Release):
 
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         super().__init__(federation, round_, state)
-        config, calibration = self.config, federation.method.calibration
-        assert calibration is not None
-        self.all_clients, self.by_steps = calibration.all_clients, calibration.by_steps
-        max_steps = max(map(federation.steps, federation.registry.clients.values()), default=0)
-        max_move = config.calibration_learning_rate * max_steps
-        self.calibration_sums = CalibrationSums(
-            calibration, config.max_update_norm, max_move, config.robust
-        )
+        assert federation.method.calibration is not None
+        self.calibration = federation.method.calibration
 
     @property
     def limits(self) -> Limits:
-        limits = self.round.limits if self.all_clients else super().limits
+        limits = self.round.limits if self.calibration.all_clients else super().limits
         # A robust statistic of fewer replies would leave the fixed tensors at zero.
         needed = max(limits.min_replies, ROBUST.get(self.config.robust, 0))
         return replace(limits, min_replies=needed, quorum=needed, asks_more=False)
 
     def draw(self) -> list[RegisteredClient]:
-        if not self.all_clients:
+        if not self.calibration.all_clients:
             return super().draw()
         return self.federation.sampler.eligible(self.round.grid, self.round.log)
 
@@ -253,20 +247,29 @@ class Calibrated(Release):
         return self.state
 
     def steps(self, client: RegisteredClient) -> int:
-        return super().steps(client) if self.by_steps else self.config.calibration_steps
+        by_steps = self.calibration.by_steps
+        return super().steps(client) if by_steps else self.config.calibration_steps
 
     def check_form(self, upload: Tensors, fraction: float) -> None:  # noqa: ARG002
-        self.calibration_sums.check(upload)
+        self.sums.check_form(upload)
 
     def check_size(self, upload: Tensors, fraction: float, max_move: float) -> Mapping[str, float]:  # noqa: ARG002
-        return {}  # checked with the form
+        self.sums.check(upload)
+        return {}  # of no tensor of the state
 
     def add(self, update: Update) -> list[list[int]]:
-        self.calibration_sums.add(update.upload, self.federation.weight(update.client))
+        self.sums.add(update.upload, self.federation.weight(update.client))
         return []
+
+    @cached_property
+    def sums(self) -> CalibrationSums:  # type: ignore[override]  # it makes fixed tensors, no state
+        config, federation = self.config, self.federation
+        max_steps = max(map(federation.steps, federation.registry.clients.values()), default=0)
+        max_move = config.calibration_learning_rate * max_steps
+        return CalibrationSums(self.calibration, config.max_update_norm, max_move, config.robust)
 
     def close(self) -> None:
         """Change the initial state, and send the fixed tensors with messages from now on."""
-        fixed, changed = self.calibration_sums.close()
+        fixed, changed = self.sums.close()
         self.federation.state.tensors |= changed
         self.federation.message_builder.keep_fixed(fixed)
