@@ -91,10 +91,9 @@ class Noised(Release):
         check_finite(upload)
         return {}  # clipping bounds the change
 
-    def add(self, update: Update) -> list[list[int]]:
+    def add(self, update: Update) -> None:
         # In the state's shapes, with NaN for what the client did not train.
         self.clipped_sum.add(expand_to_state(self.method, self.state, update.upload))
-        return self.method.heads_in(update.upload)
 
     @cached_property
     def clipped_sum(self) -> ClippedSum:

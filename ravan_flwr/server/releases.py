@@ -188,10 +188,13 @@ class Release:
         """
         return self.sums.check(upload, fraction, max_move)
 
-    def add(self, update: Update) -> list[list[int]]:
-        """Add an update to the sums; return its heads, by layer."""
+    def add(self, update: Update) -> None:
+        """Add an update to the sums."""
         weight = self.federation.weight(update.client)
         self.sums.add(update.upload, weight, update.norms, update.max_move)
+
+    def heads_in(self, update: Update) -> list[list[int]]:
+        """Return the heads that a client has trained, by layer."""
         return self.method.heads_in(update.upload)
 
     def steps(self, client: RegisteredClient) -> int:
@@ -257,8 +260,10 @@ class Calibrated(Release):
         self.sums.check(upload)
         return {}  # of no tensor of the state
 
-    def add(self, update: Update) -> list[list[int]]:
+    def add(self, update: Update) -> None:
         self.sums.add(update.upload, self.federation.weight(update.client))
+
+    def heads_in(self, update: Update) -> list[list[int]]:  # noqa: ARG002
         return []
 
     @cached_property

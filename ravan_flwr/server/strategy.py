@@ -171,7 +171,8 @@ class FederatedTuning:
         """
         round_, release = self.round, self.release
         for sent, update in updates:
-            self._log_use(update, release.add(update), sent)
+            release.add(update)
+            self._log_use(sent, update)
             del update  # it may be as large as the model
         if len(round_.log.clients) < (min_replies := release.limits.min_replies):
             raise RuntimeError(round_.log.too_few_replies_message(min_replies))
@@ -189,12 +190,12 @@ class FederatedTuning:
             )  # fmt: skip
         release.state = {}  # the old state
 
-    def _log_use(self, update: Update, heads: list[list[int]], sent: Sent) -> None:
+    def _log_use(self, sent: Sent, update: Update) -> None:
         """Log a used update; also if its client had lost its personal parameters."""
         federation, partition = self.federation, update.client.partition_id
         span = sent.time - federation.began, federation.time
         device = federation.clock.find_device(partition)
-        self.round.log.use(update, heads, sent.size, span, device)
+        self.round.log.use(update, self.release.heads_in(update), sent.size, span, device)
         if update.anew and partition in federation.trained:
             self.round.log.began_anew.append(partition)
             log.warning(

@@ -150,10 +150,12 @@ class Masked(Release):
         steps = self.federation.steps(client)
         return Update(client, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)
 
-    def add(self, update: Update) -> list[list[int]]:
-        secure, partition = self.secure, update.client.partition_id
-        secure.take_masked(partition, update.masked)
-        rows = rows_by_tensor(secure.schedule.parts, secure.trained_rows(partition))
+    def add(self, update: Update) -> None:
+        self.secure.take_masked(update.client.partition_id, update.masked)
+
+    def heads_in(self, update: Update) -> list[list[int]]:
+        trained = self.secure.trained_rows(update.client.partition_id)
+        rows = rows_by_tensor(self.secure.schedule.parts, trained)
         return sums_changes(self.method).split_heads(rows)
 
     # After training: agreement, and unmasking.
