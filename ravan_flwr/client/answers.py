@@ -84,7 +84,7 @@ def _query(client: ClientRequest) -> RecordDict:
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),
         backbone=loaded.backbone_fingerprint,
-        derived=tuple(loaded.model.seed_fingerprint),
+        fingerprint=tuple(loaded.model.seed_fingerprint),
         keeps_result=node.result_path is not None,
     )
     return RecordDict({"client": ConfigRecord(registered.as_config())})

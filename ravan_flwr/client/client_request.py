@@ -159,7 +159,7 @@ class ClientRequest:
     @property
     def upload_metrics(self) -> dict[str, Any]:
         """Return the metrics of every upload, with the time that it took unless that is private."""
-        metrics = {"round": self.round, "derived": self.loaded.model.derived}
+        metrics = {"round": self.round, "fingerprint": self.loaded.model.fingerprint}
         if self.config.privacy == "example":  # seconds could reveal something about the examples
             return metrics
         return metrics | {"seconds": time.perf_counter() - self.started}

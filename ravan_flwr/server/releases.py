@@ -132,7 +132,7 @@ class Release:
         if CLASSIFIER in self.state:
             max_values += self.state[CLASSIFIER].numel()
         update = read_trained(
-            message, client, sent_in, self.federation.state.derived,
+            message, client, sent_in, self.federation.state.fingerprint,
             wire_of_round(config.wire, sent_in), max_values, densities[1],
             # A calibration, in round 0, trains no personal parameters.
             personal=self.federation.method.personal is not None and sent_in > 0,

@@ -138,7 +138,7 @@ class FederatedTuning(Strategy):
             privacy.restore(start.memory)
         partitions = start.records[-1]["partitions"] if start.records else None
         self.registry = ClientRegistry(config, loaded, partitions)
-        self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
+        self.state = ServerState(config, loaded.model.fingerprint, start.state, start.memory)
         self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
         self._release_class = release_class(config)
         cohort = self._release_class.smallest_cohort
@@ -186,7 +186,7 @@ class FederatedTuning(Strategy):
         if self.method.calibration is not None and self.message_builder.fixed is None:
             arrays, _ = self._train(0, arrays, grid)
             assert self.message_builder.fixed is not None  # set by the round
-            self.state.derived = self.loaded.model.load_fixed(
+            self.state.fingerprint = self.loaded.model.load_fixed(
                 from_record(self.message_builder.fixed)
             )
             self._record()

@@ -51,7 +51,7 @@ class AdaptedModel:
         self.captured_evaluation: CapturedSteps | None = None  # forward passes
         self.examples_are_independent = False  # set by the check of extras/example_privacy/steps.py
         self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
-        self.seed_fingerprint = self.derived = self._derived_fingerprint()
+        self.seed_fingerprint = self.fingerprint = self._compute_fingerprint()
         self._idle_state = self.initial_state()
         self.load(self._idle_state)
 
@@ -127,25 +127,25 @@ class AdaptedModel:
             )
         if fixed_hash != self._fixed_hash:
             self.calibration.load(self.adapters, fixed)
-            self._fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
-        return self.derived
+            self._fixed_hash, self.fingerprint = fixed_hash, self._compute_fingerprint()
+        return self.fingerprint
 
     def check_fingerprint(self, memory: Mapping[str, Tensor], where: str) -> None:
         """Raise ValueError unless a checkpoint's bases and classifier are those of this model."""
-        derived = torch.tensor(self.derived, dtype=torch.float64)
-        saved = memory.get(FINGERPRINT, derived)
-        if saved.shape != derived.shape or not torch.allclose(saved, derived, 1e-4, 1e-4):
+        fingerprint = torch.tensor(self.fingerprint, dtype=torch.float64)
+        saved = memory.get(FINGERPRINT, fingerprint)
+        if saved.shape != fingerprint.shape or not torch.allclose(saved, fingerprint, 1e-4, 1e-4):
             raise ValueError(
                 f"{where}: got a checkpoint of other bases, or of another classifier, than its "
                 "config.json makes on this machine, expected the same; restore config.json, or "
                 "install the PyTorch with which the run was made"
             )
 
-    def _derived_fingerprint(self) -> list[float]:
+    def _compute_fingerprint(self) -> list[float]:
         """Return numbers that are equal where bases and classifier are equal.
 
-        `seed_fingerprint` is computed once, from the tensors drawn from the seed. `derived` is
-        computed again whenever fixed tensors are loaded.
+        `seed_fingerprint` is computed once, from the tensors drawn from the seed, and `fingerprint`
+        again whenever fixed tensors are loaded.
         """
         weights = self._initial_classifier.cpu().double()
         ramp = torch.arange(len(weights), dtype=torch.float64).cos()

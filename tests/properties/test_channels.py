@@ -226,7 +226,8 @@ def test_a_reply_has_the_audited_values_alone(device):
     view = device("train", "as trained", "ordinary")
     assert view["records"] == ["arrays", "metrics"]
     metrics = json.loads(view["metrics"])["metrics"]
-    assert set(metrics) == {"round", "derived", "recounted"}  # no seconds, loss, number of examples
+    # No seconds, no loss, no number of examples.
+    assert set(metrics) == {"round", "fingerprint", "recounted"}
 
 
 @pytest.mark.slow(kept=1)

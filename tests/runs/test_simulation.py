@@ -490,7 +490,7 @@ def test_a_second_run_of_a_process_begins_with_the_bases_of_the_seed(tmp_path, m
     begins: list[list[float]] = []
 
     def start(strategy, *given, **named):
-        begins.append(list(strategy.state.derived))
+        begins.append(list(strategy.state.fingerprint))
         return started(strategy, *given, **named)
 
     started = FederatedTuning.start

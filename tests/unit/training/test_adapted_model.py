@@ -132,11 +132,11 @@ def test_fixed_tensors_of_another_hash_are_refused():
     fixed = {"B": B, "A": torch.ones(size - len(B))}
     with pytest.raises(ValueError, match="fixed tensors have hash [0-9a-f]{16}, expected 0; the"):
         model.load_fixed(fixed, "0")
-    assert model.derived == model.seed_fingerprint
+    assert model.fingerprint == model.seed_fingerprint
     model.load_fixed(fixed)
-    assert (back := model.derived) != model.seed_fingerprint
+    assert (back := model.fingerprint) != model.seed_fingerprint
     model.load_fixed(fixed, checksum(fixed))
-    assert model.derived is back  # it has these tensors: nothing is recomputed
+    assert model.fingerprint is back  # it has these tensors: nothing is recomputed
 
 
 def test_the_proximal_gradient_equals_that_of_its_loss(shared):
