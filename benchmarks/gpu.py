@@ -52,9 +52,14 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import model_and_data
 from ravan_flwr.training.cost import Footprint, footprint
-from ravan_flwr.training.local_steps import Stepper, calibrate_locally, train_locally
+from ravan_flwr.training.local_steps import (
+    ClientWork,
+    TrainingLoop,
+    calibrate_locally,
+    train_locally,
+)
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.support import tiny
 from tests.support.tiny import ARCHITECTURES, save_data, save_model
 
@@ -113,22 +118,24 @@ def started(loaded: ModelAndData) -> Tensors:
 @contextmanager
 def stepping(
     loaded: ModelAndData, precision: str, number: int = 1
-) -> Iterator[tuple[Stepper, Any]]:
-    """Yield a client's stepper, and its trained parameters."""
-    steps = LocalSteps(number, loaded.config.batch_size, 1e-4, precision)
-    stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 4).train, steps, WORK)
+) -> Iterator[tuple[TrainingLoop, Any]]:
+    """Yield a client's loop, and its trained parameters."""
+    steps = TrainingSettings(number, loaded.config.batch_size, 1e-4, precision)
+    work = ClientWork(loaded.partition(0, 4).train, {}, 1.0, steps, WORK)
+    loop = TrainingLoop(loaded.model, loaded.task, work)
     with loaded.model.holding(started(loaded)):
         loaded.model.method.choose(
             loaded.model.adapters, 1.0, WORK.generator("heads"), lambda *_: None
         )
-        yield stepper, loaded.model.parameters()
+        yield loop, loaded.model.parameters()
 
 
 def train(loaded: ModelAndData, number: int) -> None:
     """Do a client's round, as in a run."""
-    local_steps = LocalSteps(number, loaded.config.batch_size, 1e-4, loaded.config.precision)
+    local_steps = TrainingSettings(number, loaded.config.batch_size, 1e-4, loaded.config.precision)
     examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
-    train_locally(loaded.model, loaded.task, examples, state, 1.0, local_steps, WORK)
+    work = ClientWork(examples, state, 1.0, local_steps, WORK)
+    train_locally(loaded.model, loaded.task, work)
 
 
 # The parts.
@@ -138,11 +145,11 @@ def sync(options: argparse.Namespace) -> Iterator[Row]:
     """Find operations that wait for the GPU; they do not depend on sizes."""
     for preset in ("cifar100-vit-b16", "glue-llama"):
         small = argparse.Namespace(**vars(options) | {"small": True})
-        with stepping(loaded_of(small, preset), precision_of(options), 3) as (stepper, parameters):
-            stepper.train(parameters)
+        with stepping(loaded_of(small, preset), precision_of(options), 3) as (loop, parameters):
+            loop.train(parameters)
             try:
                 with no_waiting(options.device):
-                    stepper.train(parameters)
+                    loop.train(parameters)
             except RuntimeError as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 places = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
@@ -168,22 +175,20 @@ def right(options: argparse.Namespace) -> Iterator[Row]:
     """Compare results with their expected values."""
     small = argparse.Namespace(**vars(options) | {"small": True})
     loaded = loaded_of(small, "glue-llama", init="first-round", precision="float32")
-    steps = LocalSteps(50, 4, 1e-5, "float32")
-    work = loaded.model, loaded.task, loaded.partition(0, 4).train, loaded.model.initial_state()
-    change = calibrate_locally(*work, steps, WORK).upload["change"]
+    steps = TrainingSettings(50, 4, 1e-5, "float32")
+    examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
+    work = ClientWork(examples, state, 1.0, steps, WORK)
+    change = calibrate_locally(loaded.model, loaded.task, work).upload["change"]
     moved = (change != 0).float().mean()
     yield "first round: weights that fifty steps of 1e-5 moved", f"{moved:.1%}"
 
     def sketch(precision: str) -> Tensor:
         loaded_ = loaded_of(small, "glue-llama", init="data-aware", precision=precision)
-        work = (
-            loaded_.model,
-            loaded_.task,
-            loaded_.partition(0, 4).train,
-            loaded_.model.initial_state(),
-        )
-        local_steps = LocalSteps(1, 4, 1e-4, precision)
-        return calibrate_locally(*work, local_steps, ClientRound(0, 0, 0)).upload["sketch"]
+        work = ClientWork(
+            loaded_.partition(0, 4).train, loaded_.model.initial_state(), 1.0,
+            TrainingSettings(1, 4, 1e-4, precision), ClientRound(0, 0, 0),
+        )  # fmt: skip
+        return calibrate_locally(loaded_.model, loaded_.task, work).upload["sketch"]
 
     if options.device != "cpu":
         yield "sketches of gradients in float16", f"{off(sketch('float16'), sketch('float32'))} off"
@@ -207,12 +212,12 @@ def gradients(loaded: ModelAndData, *, double: bool = False) -> Tensor:
     precision = loaded.config.precision
     if double:
         loaded.model.network.double()
-    with stepping(loaded, precision) as (stepper, parameters):
-        if stepper.scaler.is_enabled():  # its first scale overflows; a run would skip that step
-            stepper.scaler = torch.amp.GradScaler(stepper.device.type, init_scale=2.0**10)
-        stepper.backward()
+    with stepping(loaded, precision) as (loop, parameters):
+        if loop.scaler.is_enabled():  # its first scale overflows; a run would skip that step
+            loop.scaler = torch.amp.GradScaler(loop.device.type, init_scale=2.0**10)
+        loop.backward()
         found = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
-        return found.double() / stepper.scaler.get_scale()
+        return found.double() / loop.scaler.get_scale()
 
 
 def four_bits(options: argparse.Namespace) -> tuple[Tensor, Tensor]:

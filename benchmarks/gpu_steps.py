@@ -34,11 +34,11 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors, split_classifier
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.captured import Capture, CapturedSteps, CudaGraphs
-from ravan_flwr.training.local_steps import LocalResult, train_locally
+from ravan_flwr.training.captured import Capture, CudaGraphs, GraphCache
+from ravan_flwr.training.local_steps import ClientWork, LocalResult, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps, autocast
-from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
+from ravan_flwr.training.step import TrainingSettings, autocast
+from ravan_flwr.training.together import reason_for_one_by_one, train_together
 from tests.support.recorder import Recorder
 
 BATCH, CLIENTS = 16, 40  # 36 examples a client: two whole batches and a short one
@@ -74,15 +74,16 @@ def rounds(loaded: ModelAndData) -> list[list[LocalResult]]:
         results = []
         for client, options in enumerate(OPTIONS):
             fraction = 0.5 if client % 2 and method.budget_units else 1.0
-            steps = LocalSteps(
+            steps = TrainingSettings(
                 **{"number": 3, "batch_size": BATCH, "learning_rate": 0.003, **options},
                 precision=loaded.config.precision,
             )
-            result = train_locally(
-                model, loaded.task, loaded.partition(client, CLIENTS).train,
+            work = ClientWork(
+                loaded.partition(client, CLIENTS).train,
                 {**method.broadcast(own, fraction), **classifier}, fraction, steps,
                 ClientRound(0, number, client), personal.get(client),
             )  # fmt: skip
+            result = train_locally(model, loaded.task, work)
             sums.add(split_classifier(result.upload)[0], 1.0)
             personal |= {client: result.personal} if result.personal else {}
             results.append(result)
@@ -110,13 +111,13 @@ def check_method(config: dict[str, Scalar], device: str, capture: Capture) -> tu
     """Return whether captured steps are the eager ones to the bit, and a description."""
     loaded = ModelAndData(read_config({"preset": "digits-vit", "device": device, **config}))
     model = loaded.model
-    model.captured = None
+    model.training_graphs = None
     eager = rounds(loaded)
-    captured = model.captured = CapturedSteps(capture)
+    captured = model.training_graphs = GraphCache(capture)
     replayed = rounds(loaded)
-    model.captured = None
+    model.training_graphs = None
     results = [[*itertools.chain(*one)] for one in (eager, replayed, rounds(loaded))]
-    graphs = [graph for state in captured.states.values() for graph in state.graphs.values()]
+    graphs = [graph for state in captured.fixed_tensors.values() for graph in state.graphs.values()]
     failed = [graph for graph in graphs if graph is None]
     is_same = same(results[0], results[1]) and same(results[0], results[2])
     okay = (
@@ -165,13 +166,13 @@ def times(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         settings = wanted if is_exact else {**wanted, "precision": precision_of(options)}
         try:
             loaded = loaded_of(options, preset, **settings)
-            captured = loaded.model.captured
+            captured = loaded.model.training_graphs
             if options.device == "cpu":
-                captured = CapturedSteps(Recorder())
-            loaded.model.captured = None
+                captured = GraphCache(Recorder())
+            loaded.model.training_graphs = None
             eager = milliseconds(loaded, options)
             yield f"{name}, eager", f"{eager:.2f} ms a step"
-            loaded.model.captured = captured
+            loaded.model.training_graphs = captured
             for number in passes:
                 taken = milliseconds(loaded, options, number)
                 what = "captured" if number == 1 else f"captured, {number} clients in one pass"
@@ -195,7 +196,7 @@ def milliseconds(loaded: ModelAndData, options: argparse.Namespace, together: in
     """Return the median time of a step and client, from the broadcast to the upload."""
     number, repeats = (3, 2) if options.small else (20, 4)
     config, state = loaded.config, loaded.model.initial_state()
-    steps = LocalSteps(number, config.batch_size, 1e-4, config.precision)
+    steps = TrainingSettings(number, config.batch_size, 1e-4, config.precision)
     if together > 1 and (why := reason_for_one_by_one(loaded.model, loaded.task, steps)):
         raise ValueError(why)
     taken = []
@@ -212,10 +213,7 @@ def milliseconds(loaded: ModelAndData, options: argparse.Namespace, together: in
             train_together(loaded.model, loaded.task, work)
         else:
             for client in work:
-                train_locally(
-                    loaded.model, loaded.task, client.examples, client.broadcast, 1.0, steps,
-                    client.client_round,
-                )  # fmt: skip
+                train_locally(loaded.model, loaded.task, client)
         synchronize(options)
         taken.append(1000 * (time.perf_counter() - began) / len(work) / number)
     return statistics.median(taken[2:])

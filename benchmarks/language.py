@@ -34,9 +34,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch
 from ravan_flwr.tasks.extensions import Packs, task_with
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import ClientWork, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 
 LENGTH, END = 512, "<|endoftext|>"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -145,7 +145,7 @@ def measured(folder: Path, table: dict[str, Way], options: argparse.Namespace) -
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     for name, (kept_in, precision, layout) in table.items():
         loaded = loaded_of(folder, kept_in, precision, options.device)
-        steps = LocalSteps(options.steps, options.batch, 1e-4, precision, **layout)
+        steps = TrainingSettings(options.steps, options.batch, 1e-4, precision, **layout)
         rows.append(Row(name, frozen_bytes(loaded), []))
         works.append(work_of(loaded, steps))
     for turn in range(options.repetitions + 1):
@@ -164,11 +164,11 @@ def measured(folder: Path, table: dict[str, Way], options: argparse.Namespace) -
     return rows
 
 
-def work_of(loaded: ModelAndData, steps: LocalSteps) -> Callable[[], object]:
+def work_of(loaded: ModelAndData, steps: TrainingSettings) -> Callable[[], object]:
     """Return a function that trains one client, from the same state on the same examples."""
     examples, state = loaded.partition(0, 1).train, loaded.model.initial_state()
-    work = ClientRound(0, 1, 0)
-    return lambda: train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
+    work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, 0))
+    return lambda: train_locally(loaded.model, loaded.task, work)
 
 
 def frozen_bytes(loaded: ModelAndData) -> int:

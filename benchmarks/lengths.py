@@ -34,9 +34,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import EVALUATION_BATCH, Encoded
 from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
-from ravan_flwr.training.local_steps import evaluate_all, train_locally
+from ravan_flwr.training.local_steps import ClientWork, evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
 BERT_MINI: dict[str, Any] = {
@@ -146,12 +146,12 @@ def evaluations(loaded: ModelAndData, test: Encoded) -> dict[str, Callable[[], o
 
 def trainings(loaded: ModelAndData, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
     """Return functions that train on batches at random, and on batches of similar lengths."""
-    by_chance = LocalSteps(steps, BATCH, 1e-4, "float32")
+    by_chance = TrainingSettings(steps, BATCH, 1e-4, "float32")
 
-    def work(local_steps: LocalSteps) -> object:
+    def work(local_steps: TrainingSettings) -> object:
         state = loaded.model.initial_state()
-        arguments = loaded.model, loaded.task, train, state, 1.0, local_steps, ClientRound(0, 1, 0)
-        return train_locally(*arguments)
+        own = ClientWork(train, state, 1.0, local_steps, ClientRound(0, 1, 0))
+        return train_locally(loaded.model, loaded.task, own)
 
     alike = replace(by_chance, batching="length")
     return {"in order": lambda: work(by_chance), "by length": lambda: work(alike)}

@@ -42,11 +42,11 @@ from ravan_flwr.importing import importing
 with importing():
     from ravan_flwr.launch.in_process import simulate
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.training.local_steps import Stepper
+from ravan_flwr.training.local_steps import TrainingLoop
 clients, settings = int(sys.argv[1]), json.loads(sys.argv[2])
 imported, used = time.time(), time.process_time()
 ready = []
-train, steps, trained = FederatedTuning._train, Stepper.train, 0.0
+train, steps, trained = FederatedTuning._train, TrainingLoop.train, 0.0
 def clocked(*given):
     processor = time.process_time() - used
     ready.append((time.time() - imported, processor, processor - trained))
@@ -58,7 +58,7 @@ def stepping(*given):
         return steps(*given)
     finally:
         trained += time.process_time() - began
-FederatedTuning._train, Stepper.train = clocked, stepping
+FederatedTuning._train, TrainingLoop.train = clocked, stepping
 run = simulate(settings, clients).run_dir
 lines = (run / "rounds.jsonl").read_text().splitlines()
 rounds = [json.loads(line) for line in lines][1:]

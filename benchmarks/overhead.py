@@ -76,7 +76,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
         return outer
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (training.Stepper, "train", timed(training.Stepper.train, seconds, "training")),
+        (training.TrainingLoop, "train", timed(training.TrainingLoop.train, seconds, "training")),
         (ModelAndData, "evaluate", timed(ModelAndData.evaluate, seconds, "evaluation")),
         (RunRecorder, "on_round_end", ending(RunRecorder.on_round_end)),
     ]

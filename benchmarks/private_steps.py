@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.extras.example_privacy.steps import train_privately
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.local_steps import plan_steps, train_locally
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 
 METHODS = ("ravan", "fedit", "ffa-lora")
@@ -55,22 +56,19 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     config = read_config(settings)
     loaded = ModelAndData(config)
     examples = loaded.partition(0, 2).train.select(np.arange(EXAMPLES))
-    state, work = loaded.model.initial_state(), ClientRound(0, 1, 0)
-    local_steps, noise = plan_steps(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
-    one_by_one = plan_steps(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
+    state, noise = loaded.model.initial_state(), StepNoise(1.0, 1.0)
+    local_steps = make_training_settings(config, 1, EXAMPLES)
+    work = ClientWork(examples, state, 1.0, local_steps, ClientRound(0, 1, 0))
+    one_by_one = replace(work, settings=replace(local_steps, micro_batch_size=1))
 
     def plain() -> object:
-        return train_locally(loaded.model, loaded.task, examples, state, 1.0, local_steps, work)
+        return train_locally(loaded.model, loaded.task, work)
 
     def private() -> object:
-        return train_privately(
-            loaded.model, loaded.task, examples, state, 1.0, local_steps, work, noise
-        )
+        return train_privately(loaded.model, loaded.task, work, noise)
 
     def loop() -> object:
-        return train_privately(
-            loaded.model, loaded.task, examples, state, 1.0, one_by_one, work, noise
-        )
+        return train_privately(loaded.model, loaded.task, one_by_one, noise)
 
     ways = (plain, private, loop)
     for way in ways:

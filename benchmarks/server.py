@@ -181,7 +181,7 @@ def sampling(clients: int = 10_000) -> float:
             versions="",
             code="",
             backbone="",
-            derived=(),
+            fingerprint=(),
         )
         for n in range(clients)
     ]

@@ -53,7 +53,7 @@ def clocked(home, name, phase):
 clocked(workbench, "build_network", "backbone")
 clocked(model.AdaptedModel, "__init__", "bases and adapters")
 clocked(workbench, "load_splits", "data")
-step = training.Stepper.backward
+step = training.TrainingLoop.backward
 def first(self):
     start = time.time()
     step(self)
@@ -62,7 +62,7 @@ def first(self):
     sys.stdout.write("\\n" + json.dumps(phases))
     sys.stdout.flush()
     os._exit(0)
-training.Stepper.backward = first
+training.TrainingLoop.backward = first
 simulation.simulate({"tracking": "none", "output-dir": sys.argv[1]}, 20)
 """
 

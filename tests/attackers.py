@@ -160,7 +160,7 @@ class Accuracy123(WrongMetric):
 
 class LongFingerprint(WrongMetric):
     key, value, reason = (
-        "derived",
+        "fingerprint",
         [1.0] * 1_000_000,
         r"fingerprint \[1.0, 1.0, .*expected \[1.0, 2",
     )

@@ -23,7 +23,7 @@ from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.tasks.base import Measures
 from tests.methods import build, train_client
 
-DERIVED = [1.0, 2.0]
+FINGERPRINT = [1.0, 2.0]
 
 
 # A round's record and that of one of its clients, with every key that all runs write.
@@ -51,7 +51,7 @@ def registered_client(node_id=1, partition_id=0, **changes):
     settings: dict[str, Any] = {
         "num_partitions": 4, "own_data": False, "examples": 10, "budget_fraction": 1.0,
         "device": "cpu", "free_memory": 0, "versions": "",
-        "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
+        "code": code_fingerprint(), "backbone": "b", "fingerprint": tuple(FINGERPRINT),
     }  # fmt: skip
     return RegisteredClient(node_id=node_id, partition_id=partition_id, **settings | changes)
 
@@ -96,7 +96,7 @@ class Nodes(InProcessGrid):
         return self.reply(message, upload, number)
 
     def reply(self, message, upload, number):
-        values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "derived": DERIVED}
+        values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "fingerprint": FINGERPRINT}
         if self.method.personal is not None and number:  # no calibration
             values["began-anew"] = 0
         records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
@@ -141,7 +141,10 @@ def settings_from(named):
 def loaded_of(method=None, partition_sizes=None):
     """Return a fake of the server's model and data, with the nodes' fingerprints."""
     model = SimpleNamespace(
-        method=method, seed_fingerprint=DERIVED, derived=DERIVED, load_fixed=lambda _: DERIVED
+        method=method,
+        seed_fingerprint=FINGERPRINT,
+        fingerprint=FINGERPRINT,
+        load_fixed=lambda _: FINGERPRINT,
     )
     task = SimpleNamespace(measures=Measures(), metric="accuracy")
     return SimpleNamespace(

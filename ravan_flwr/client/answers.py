@@ -12,7 +12,7 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.client_request import ClientRequest, store_personal
+from ravan_flwr.client.client_request import ClientRequest, find_personal, store_personal
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.changes import take_change
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -27,6 +27,7 @@ from ravan_flwr.optional import (
     TRAINED,
     load,
 )
+from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -79,12 +80,12 @@ def _query(client: ClientRequest) -> RecordDict:
         budget_fraction=fraction,
         device=str(loaded.model.device),
         # With privacy=example the server must not learn how much memory the examples take.
-        free_memory=0 if client.config.privacy == "example" else client.free_memory,
+        free_memory=0 if client.config.privacy == "example" else free_memory(loaded.model.device),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),
         backbone=loaded.backbone_fingerprint,
-        derived=tuple(loaded.model.seed_fingerprint),
+        fingerprint=tuple(loaded.model.seed_fingerprint),
         keeps_result=node.result_path is not None,
     )
     return RecordDict({"client": ConfigRecord(registered.as_config())})
@@ -118,28 +119,26 @@ def _train(client: ClientRequest) -> RecordDict:
     if client.config.privacy == "example":
         private: RecordDict = load(TRAIN_PRIVATE)(client)
         return private
-    personal = client.find_personal()
-    ahead = client.loaded.trained_ahead
-    found = [result for content, result in ahead if content is client.content]
-    client.loaded.trained_ahead = [pair for pair in ahead if pair[0] is not client.content]
-    result = found[0] if found else train_locally(
-        *client.training_inputs,
-        client.granted_fraction,
-        client.steps,
-        client.client_round,
-        personal,
-    )  # fmt: skip
+    loaded = client.loaded
+    ahead = loaded.trained_ahead
+    loaded.trained_ahead = [pair for pair in ahead if pair[0] is not client.content]
+    for content, result in ahead:
+        if content is client.content:
+            return make_reply(client, result)
+    work = client.work
+    result = train_locally(loaded.model, loaded.task, work)
     reply = make_reply(client, result)
     if result.personal:
         store_personal(client.context.state, result.personal)
-        reply.metric_records["metrics"]["began-anew"] = int(personal is None)
+        reply.metric_records["metrics"]["began-anew"] = int(work.personal is None)
     return reply
 
 
 def _calibrate(client: ClientRequest) -> RecordDict:
-    steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
-    result = calibrate_locally(*client.training_inputs, steps, client.client_round)
-    return make_reply(client, result)
+    loaded, work = client.loaded, client.work
+    rate = client.config.calibration_learning_rate
+    work = replace(work, settings=replace(work.settings, learning_rate=rate))
+    return make_reply(client, calibrate_locally(loaded.model, loaded.task, work))
 
 
 def make_reply(client: ClientRequest, result: LocalResult) -> RecordDict:
@@ -168,7 +167,8 @@ def _evaluate(client: ClientRequest) -> RecordDict:
             f"{client.config.validation_share}, expected above 0; set it"
         )
     client.load_fixed_tensors()
-    with loaded.model.holding(client.broadcast, client.find_personal()):
+    personal = find_personal(client.context.state, loaded.model)
+    with loaded.model.holding(client.broadcast, personal):
         size, precision = loaded.task.evaluation_batch, client.config.precision
         sums = measured_sums(loaded.model, loaded.task, examples, size, precision)
     measures = loaded.task.measures

@@ -22,14 +22,12 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.budgets import budget_fraction
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_fraction
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.local_steps import plan_steps
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
-from ravan_flwr.training.step import LocalSteps
-from ravan_flwr.training.together import ClientWork
 
 log = getLogger(__name__)
 
@@ -103,37 +101,23 @@ class ClientRequest:
         if budget is None:
             return budget_fraction(config.budgets, config.seed, self.node.partition_id)
         if budget == AUTO:
-            return largest_fraction(config, self.free_memory)
+            return largest_fraction(config, free_memory(self.loaded.model.device))
         return float(budget)
-
-    @property
-    def free_memory(self) -> int:
-        return free_memory(self.loaded.model.device)
-
-    @property
-    def granted_fraction(self) -> float:
-        """Return the fraction that the node reported to `query`; free memory may have changed."""
-        return cast(float, self.content.config_records["config"]["budget-fraction"])
-
-    @property
-    def steps(self) -> LocalSteps:
-        return plan_steps(self.config, self.round, len(self.examples.train))
 
     @property
     def round(self) -> int:
         return cast(int, self.content.config_records["config"]["round"])
 
     @property
-    def training_inputs(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
-        """Return the arguments that all kinds of local training start with."""
-        loaded = self.loaded
-        return loaded.model, loaded.task, self.trained_on, self.broadcast
-
-    @property
     def work(self) -> ClientWork:
-        """Return what to train, for a pass with other clients."""
-        own = self.trained_on, self.broadcast, self.granted_fraction, self.steps, self.client_round
-        return ClientWork(*own)
+        """Return the work that the message asks for."""
+        # The fraction that the node reported to `query`; free memory may have changed.
+        granted = cast(float, self.content.config_records["config"]["budget-fraction"])
+        return ClientWork(
+            self.trained_on, self.broadcast, granted,
+            make_training_settings(self.config, self.round, len(self.examples.train)),
+            self.client_round, find_personal(self.context.state, self.loaded.model),
+        )  # fmt: skip
 
     @property
     def broadcast(self) -> Tensors:
@@ -153,36 +137,27 @@ class ClientRequest:
         return ClientRound(self.config.seed, self.round, self.node.partition_id)
 
     @property
-    def run_hash(self) -> str:
-        return run_hash(self.config, self.context.run_id)
-
-    @property
     def upload_metrics(self) -> dict[str, Any]:
         """Return the metrics of every upload, with the time that it took unless that is private."""
-        metrics = {"round": self.round, "derived": self.loaded.model.derived}
+        metrics = {"round": self.round, "fingerprint": self.loaded.model.fingerprint}
         if self.config.privacy == "example":  # seconds could reveal something about the examples
             return metrics
         return metrics | {"seconds": time.perf_counter() - self.started}
-
-    def find_personal(self) -> Tensors | None:
-        """Return this client's personal parameters, if the model has any and the node kept them."""
-        model = self.loaded.model
-        return find_personal(self.context.state, model) if model.personal_shapes() else None
 
     def load_fixed_tensors(self) -> None:
         """Load the fixed tensors, which are sent once and kept in the node's state for the run."""
         digest = str(self.content.config_records["config"].get("fixed-hash", ""))
         if not digest:
             return
-        state = self.context.state
+        node_state = self.context.state
         if FIXED in self.content:
-            state[FIXED] = self.content.array_records[FIXED]
-        if FIXED not in state:
+            node_state[FIXED] = self.content.array_records[FIXED]
+        if FIXED not in node_state:
             raise ValueError(
                 f"this node does not have the fixed tensors {digest}: it was started again since "
                 "they were sent; the server sends them once more in its next round"
             )
-        self.loaded.model.load_fixed(from_record(state.array_records[FIXED]), digest)
+        self.loaded.model.load_fixed(from_record(node_state.array_records[FIXED]), digest)
 
 
 # A client's personal parameters are in its node's state. That state belongs to one run alone
@@ -197,21 +172,23 @@ def run_hash(config: Config, run_id: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def store_personal(state: RecordDict, personal: Tensors) -> None:
+def store_personal(node_state: RecordDict, personal: Tensors) -> None:
     """Store personal parameters in a node's state, in place of earlier ones."""
-    state[PERSONAL_RECORD] = to_record(personal)
+    node_state[PERSONAL_RECORD] = to_record(personal)
 
 
-def read_personal(state: RecordDict) -> Tensors | None:
+def read_personal(node_state: RecordDict) -> Tensors | None:
     """Return the personal parameters in a node's state, unchecked; None if there are none."""
-    arrays = state.get(PERSONAL_RECORD)
+    arrays = node_state.get(PERSONAL_RECORD)
     return from_record(arrays) if isinstance(arrays, ArrayRecord) else None
 
 
-def find_personal(state: RecordDict, model: AdaptedModel) -> Tensors | None:
+def find_personal(node_state: RecordDict, model: AdaptedModel) -> Tensors | None:
     """Return the valid personal parameters in a node's state; None if there are none."""
+    if not model.personal_shapes():
+        return None
     try:
-        personal = read_personal(state)
+        personal = read_personal(node_state)
         if personal is not None:
             model.check_personal(personal)
     except ValueError as error:

@@ -20,7 +20,7 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import step_operations
 from ravan_flwr.training.device import most_workers
-from ravan_flwr.training.local_steps import plan_steps
+from ravan_flwr.training.local_steps import make_training_settings
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.together import reason_for_one_by_one
 
@@ -93,7 +93,7 @@ def clients_per_pass(config: Config, num_clients: int) -> int:
     number = min(number, asked)
     if number <= 1:
         return 1
-    steps = plan_steps(config, 1, config.batch_size)
+    steps = make_training_settings(config, 1, config.batch_size)
     reason = reason_for_one_by_one(loaded.model, loaded.task, steps)
     if config.privacy == "example" or config.secure_aggregation:
         reason = "privacy=example and secure-aggregation train each client on its own"

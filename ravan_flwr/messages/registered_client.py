@@ -29,14 +29,14 @@ class RegisteredClient:
     versions: str
     code: str  # fingerprint of this package's own files
     backbone: str  # fingerprint of the pretrained weights
-    derived: tuple[float, ...]  # fingerprint of the tensors that the seed determines
+    fingerprint: tuple[float, ...]  # of the model: of the tensors that the seed determines
     keeps_result: bool = False  # it has a folder for delivered results
 
     def as_config(self) -> dict[str, Any]:
         """Return the values of the answer's ConfigRecord; `read_registered_client` inverts it."""
         values = {name.replace("_", "-"): value for name, value in asdict(self).items()}
         del values["node-id"]
-        return values | {"derived": list(self.derived)}
+        return values | {"fingerprint": list(self.fingerprint)}
 
 
 def read_registered_client(
@@ -44,14 +44,14 @@ def read_registered_client(
 ) -> RegisteredClient:
     """Return the client in an untrusted answer; raise ValueError if it is malformed.
 
-    `length` is the number of values that its fingerprint `derived` must have.
+    `length` is the number of values that the fingerprint of its model must have.
     """
     values = read_fields(RegisteredClient, answer, "node_id")
-    derived, parts = values["derived"], values["num_partitions"]
-    if length not in (None, len(derived)):
-        raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
-    if not all(type(number) is float for number in derived):
-        raise ValueError(f"derived is {shown(derived)}, expected float numbers")
+    fingerprint, parts = values["fingerprint"], values["num_partitions"]
+    if length not in (None, len(fingerprint)):
+        raise ValueError(f"fingerprint has {len(fingerprint)} numbers, expected {length}")
+    if not all(type(number) is float for number in fingerprint):
+        raise ValueError(f"fingerprint is {shown(fingerprint)}, expected float numbers")
     for key, value, low, high in (
         ("num-partitions", parts, 1, MOST_PARTITIONS),
         ("partition-id", values["partition_id"], 0, parts - 1),
@@ -62,7 +62,7 @@ def read_registered_client(
     if not 0 < (fraction := values["budget_fraction"]) <= 1:
         raise ValueError(f"budget-fraction is {fraction}, expected above 0 and at most 1")
     texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}
-    return RegisteredClient(node_id=node_id, **values | texts | {"derived": tuple(derived)})
+    return RegisteredClient(node_id=node_id, **values | texts | {"fingerprint": tuple(fingerprint)})
 
 
 def partition_in(answer: Mapping[str, Any]) -> int | None:
@@ -72,7 +72,7 @@ def partition_in(answer: Mapping[str, Any]) -> int | None:
 
 
 def check_same_app(
-    client: RegisteredClient, code: str, backbone: str, derived: Sequence[float]
+    client: RegisteredClient, code: str, backbone: str, fingerprint: Sequence[float]
 ) -> None:
     """Raise ValueError unless a client has the server's code, backbone and bases."""
     if client.code != code:
@@ -87,12 +87,12 @@ def check_same_app(
             f"revision or library (it has {client.versions}); copy the server's model to the "
             "device, and install the server's constraints.txt there"
         )
-    check_derived(client.derived, derived, client.versions)
+    check_fingerprint(client.fingerprint, fingerprint, client.versions)
 
 
-def check_derived(derived: object, expected: Sequence[float], versions: str = "") -> None:
+def check_fingerprint(fingerprint: object, expected: Sequence[float], versions: str = "") -> None:
     """Raise ValueError unless bases and classifier agree up to rounding."""
-    numbers = derived if isinstance(derived, list | tuple) else ()
+    numbers = fingerprint if isinstance(fingerprint, list | tuple) else ()
     same = len(numbers) == len(expected) and all(
         isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)
         for g, e in zip(numbers, expected, strict=True)

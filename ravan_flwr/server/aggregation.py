@@ -183,14 +183,14 @@ class ServerState:
     Its memory has the optimiser's moments and the fingerprint of the model's bases. It is saved
     with every checkpoint.
 
-    `derived` is the fingerprint of the model that every client must have. A calibration changes it.
+    `fingerprint` is that of the model that every client must have. A calibration changes it.
     """
 
     def __init__(
-        self, config: Config, derived: list[float], tensors: Tensors, memory: Tensors
+        self, config: Config, fingerprint: list[float], tensors: Tensors, memory: Tensors
     ) -> None:
         self.tensors = dict(tensors)
-        self.derived = derived
+        self.fingerprint = fingerprint
         self._robust, self._wire = config.robust, config.wire
         self._moments = {
             name.removeprefix(MOMENTS): tensor
@@ -205,7 +205,7 @@ class ServerState:
     def memory(self) -> Tensors:
         """Return the tensors that a resumed run needs in addition to the state."""
         moments = {MOMENTS + k: tensor for k, tensor in self._moments.items()}
-        return moments | {FINGERPRINT: torch.tensor(self.derived, dtype=torch.float64)}
+        return moments | {FINGERPRINT: torch.tensor(self.fingerprint, dtype=torch.float64)}
 
     def open_sums(self, method: Method) -> Aggregate:
         """Return empty sums of a round of the method that starts from these tensors."""

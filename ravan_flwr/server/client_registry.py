@@ -135,7 +135,7 @@ class ClientRegistry:
         for_training: bool = True,
     ) -> None:
         self.config, self.code = config, code_fingerprint()
-        self.backbone, self.derived = loaded.backbone_fingerprint, loaded.model.seed_fingerprint
+        self.backbone, self.fingerprint = loaded.backbone_fingerprint, loaded.model.seed_fingerprint
         self.min_clients = config.min_replies if for_training else 1
         self.nodes: dict[int, Node] = {}
         # Numbers of examples are checked if they are used as weights.
@@ -354,8 +354,8 @@ class ClientRegistry:
                 node.partition = partition_in(answer)
                 if refused is not None:
                     raise ValueError(plain(str(refused.get("reason") or "it gives no reason")))
-                client = read_registered_client(node.node_id, answer, len(self.derived))
-                check_same_app(client, self.code, self.backbone, self.derived)
+                client = read_registered_client(node.node_id, answer, len(self.fingerprint))
+                check_same_app(client, self.code, self.backbone, self.fingerprint)
         except ValueError as error:
             self._refuse(node, str(error))
         else:

@@ -156,7 +156,7 @@ class Release:
         if CLASSIFIER in self.state:
             max_values += self.state[CLASSIFIER].numel()
         return read_trained(
-            message, sent.client, number, self.federation.state.derived,
+            message, sent.client, number, self.federation.state.fingerprint,
             wire_of_round(config.wire, number), max_values,
             sparsity_of_round(config.densities, number)[1],
             # A calibration, in round 0, trains no personal parameters.

@@ -114,7 +114,7 @@ class FederatedTuning:
             self._train(0, grid)
             fixed = federation.message_builder.fixed
             assert fixed is not None  # set by the round
-            state.derived = federation.loaded.model.load_fixed(from_record(fixed))
+            state.fingerprint = federation.loaded.model.load_fixed(from_record(fixed))
             self._record()
         for number in range(start.first, num_rounds + 1):
             if reason := self._stop_reason(number):

@@ -20,7 +20,7 @@ from flwr.app import Message, RecordDict
 from ravan_flwr.messages.arrays import num_bytes, view_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.records import DISTRUSTS, read_pieces
-from ravan_flwr.messages.registered_client import RegisteredClient, check_derived
+from ravan_flwr.messages.registered_client import RegisteredClient, check_fingerprint
 from ravan_flwr.messages.sparsity import densify
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
@@ -58,7 +58,7 @@ def read_trained(
     reply: Message,
     client: RegisteredClient,
     round_number: int,
-    derived: Sequence[float],
+    fingerprint: Sequence[float],
     wire: str = "float32",
     max_values: int | None = None,
     density: Fraction = Fraction(1),
@@ -76,7 +76,7 @@ def read_trained(
     """
     with as_value_error():
         metrics, content = open_reply(reply, round_number)
-        check_derived(metrics.get("derived"), derived, client.versions)
+        check_fingerprint(metrics.get("fingerprint"), fingerprint, client.versions)
         loss = within(metrics, "train-loss", -MAX_LOSS, MAX_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MAX_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
@@ -106,7 +106,7 @@ def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Map
 
 
 def read_masked(
-    reply: Message, client: RegisteredClient, round_number: int, derived: Sequence[float]
+    reply: Message, client: RegisteredClient, round_number: int, fingerprint: Sequence[float]
 ) -> tuple[bytes, float | None]:
     """Return a client's masked numbers, and its seconds if it reports them.
 
@@ -114,7 +114,7 @@ def read_masked(
     """
     with as_value_error():
         metrics, content = open_reply(reply, round_number)
-        check_derived(metrics.get("derived"), derived, client.versions)
+        check_fingerprint(metrics.get("fingerprint"), fingerprint, client.versions)
         has_seconds = "seconds" in metrics
         seconds = within(metrics, "seconds", 0, MAX_SECONDS) if has_seconds else None
         return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds

@@ -16,10 +16,10 @@ from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifie
 from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.tasks.base import Batch
-from ravan_flwr.training.captured import CapturedClient, CapturedSteps
+from ravan_flwr.training.captured import CapturedStep, GraphCache
 from ravan_flwr.training.device import computing_with, release_cached_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
-from ravan_flwr.training.step import LocalSteps, Step
+from ravan_flwr.training.step import OptimizerStep, TrainingSettings
 
 FINGERPRINT = "model/fingerprint"  # key in a checkpoint: numbers computed from bases and classifier
 
@@ -47,11 +47,11 @@ class AdaptedModel:
                 "pretrained language-model head, expected 'frozen'; set classifier=frozen"
             )
         self._initial_classifier = self._flat_classifier()
-        self.captured: CapturedSteps | None = None  # None: every step is computed eagerly
-        self.captured_evaluation: CapturedSteps | None = None  # forward passes
+        self.training_graphs: GraphCache | None = None  # None: every step is computed eagerly
+        self.evaluation_graphs: GraphCache | None = None
         self.examples_are_independent = False  # set by the check of extras/example_privacy/steps.py
         self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
-        self.seed_fingerprint = self.derived = self._derived_fingerprint()
+        self.seed_fingerprint = self.fingerprint = self._compute_fingerprint()
         self._idle_state = self.initial_state()
         self.load(self._idle_state)
 
@@ -78,7 +78,7 @@ class AdaptedModel:
         classifier = {CLASSIFIER: tuple(self._initial_classifier.shape)}
         return {**self.method.personal.shapes, **(classifier if self.train_classifier else {})}
 
-    def personal_state(self) -> Tensors:
+    def collect_personal(self) -> Tensors:
         """Copy the client's personal parameters, after its local steps."""
         if self.method.personal is None:
             return {}
@@ -127,25 +127,25 @@ class AdaptedModel:
             )
         if fixed_hash != self._fixed_hash:
             self.calibration.load(self.adapters, fixed)
-            self._fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
-        return self.derived
+            self._fixed_hash, self.fingerprint = fixed_hash, self._compute_fingerprint()
+        return self.fingerprint
 
     def check_fingerprint(self, memory: Mapping[str, Tensor], where: str) -> None:
         """Raise ValueError unless a checkpoint's bases and classifier are those of this model."""
-        derived = torch.tensor(self.derived, dtype=torch.float64)
-        saved = memory.get(FINGERPRINT, derived)
-        if saved.shape != derived.shape or not torch.allclose(saved, derived, 1e-4, 1e-4):
+        fingerprint = torch.tensor(self.fingerprint, dtype=torch.float64)
+        saved = memory.get(FINGERPRINT, fingerprint)
+        if saved.shape != fingerprint.shape or not torch.allclose(saved, fingerprint, 1e-4, 1e-4):
             raise ValueError(
                 f"{where}: got a checkpoint of other bases, or of another classifier, than its "
                 "config.json makes on this machine, expected the same; restore config.json, or "
                 "install the PyTorch with which the run was made"
             )
 
-    def _derived_fingerprint(self) -> list[float]:
+    def _compute_fingerprint(self) -> list[float]:
         """Return numbers that are equal where bases and classifier are equal.
 
-        `seed_fingerprint` is computed once, from the tensors drawn from the seed. `derived` is
-        computed again whenever fixed tensors are loaded.
+        `seed_fingerprint` is computed once, from the tensors drawn from the seed, and `fingerprint`
+        again whenever fixed tensors are loaded.
         """
         weights = self._initial_classifier.cpu().double()
         ramp = torch.arange(len(weights), dtype=torch.float64).cos()
@@ -205,13 +205,16 @@ class AdaptedModel:
         return [*self.method.parameters(self.adapters), *classifier]
 
     def make_step(
-        self, parameters: Sequence[Tensor], steps: LocalSteps, scaler: torch.amp.GradScaler,
-        backward: Callable[[Sequence[Batch]], Tensor], clients: int = 1,
-    ) -> Step | CapturedClient:  # fmt: skip
-        """Return a new optimiser's step: captured on a GPU, if the model has such steps."""
-        capturable = self.captured is not None
-        step = Step(parameters, steps, scaler, backward, capturable=capturable, clients=clients)
-        return step if self.captured is None else self.captured.client(self.network, step)
+        self, parameters: Sequence[Tensor], settings: TrainingSettings,
+        scaler: torch.amp.GradScaler, backward: Callable[[Sequence[Batch]], Tensor],
+        clients: int = 1,
+    ) -> OptimizerStep | CapturedStep:  # fmt: skip
+        """Return a new optimiser's step: captured on a GPU, if the model has graphs."""
+        graphs = self.training_graphs
+        step = OptimizerStep(
+            parameters, settings, scaler, backward, capturable=graphs is not None, clients=clients
+        )
+        return step if graphs is None else graphs.wrap(self.network, step)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

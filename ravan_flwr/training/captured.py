@@ -4,7 +4,7 @@ In a step of a small batch a GPU waits for the CPU most of the time: the CPU sta
 kernels one by one. A CUDA graph is a recording of all of them that is started at once.
 
 A graph reads and writes fixed addresses, so all that a step touches stays where it was when the
-step was captured (`FixedState`): the network's tensors, the state of Adam, the learning rate, the
+step was captured (`FixedTensors`): the network's tensors, the state of Adam, the learning rate, the
 anchors of the proximal term. When the next client begins, each of its tensors that lies elsewhere,
 such as the factors of a LoRA or the index of the chosen heads, is copied to that address. So one
 graph serves all clients whose tensors have the same names and shapes, whatever heads they chose.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters.stored import refresh_cast
 from ravan_flwr.tasks.base import Batch
-from ravan_flwr.training.step import LocalSteps, Step, autocast, no_scaler
+from ravan_flwr.training.step import OptimizerStep, TrainingSettings, autocast, no_scaler
 
 log = getLogger(__name__)
 
@@ -69,29 +69,29 @@ class CudaGraphs:
         return graph.replay
 
 
-class CapturedSteps:
-    """The captured steps of a process's model, for its clients in turn."""
+class GraphCache:
+    """The CUDA graphs of a process's model, which its clients use in turn."""
 
     def __init__(self, capture: Capture, *, at_first: bool = True) -> None:
         """Capture each shape of a batch when it comes for the first time, or else the second."""
         self.capture, self.at_first = capture, at_first
-        self.states: dict[Any, FixedState] = {}
+        self.fixed_tensors: dict[Any, FixedTensors] = {}
         self._logged: set[str] = set()
 
-    def client(self, network: nn.Module, step: Step) -> "CapturedClient":
-        """Begin a client; return a function that runs one of its steps."""
-        key = (_description(network), replace(step.steps, number=0, learning_rate=0.0))
-        state = self.states.get(key)
-        if state is not None:
-            state.adopt(network, step)
-        elif len(self.states) < MAX_GRAPHS:
-            state = self.states[key] = FixedState(network, step)
-        return CapturedClient(self, network, step, state)
+    def wrap(self, network: nn.Module, step: OptimizerStep) -> "CapturedStep":
+        """Begin a client; return its step, which is replayed where there is a graph."""
+        key = (_description(network), replace(step.settings, number=0, learning_rate=0.0))
+        fixed = self.fixed_tensors.get(key)
+        if fixed is not None:
+            fixed.adopt(network, step)
+        elif len(self.fixed_tensors) < MAX_GRAPHS:
+            fixed = self.fixed_tensors[key] = FixedTensors(network, step)
+        return CapturedStep(self, network, step, fixed)
 
     @property
     def number(self) -> int:
         """Return the number of graphs."""
-        return sum(len(state.graphs) for state in self.states.values())
+        return sum(len(fixed.graphs) for fixed in self.fixed_tensors.values())
 
     def log_once(self, text: str) -> None:
         """Log a line unless it was logged before."""
@@ -124,10 +124,10 @@ class Graph:
         return self.loss.clone()
 
 
-class FixedState:
+class FixedTensors:
     """The tensors of a network and of its optimiser, at the addresses that graphs use."""
 
-    def __init__(self, network: nn.Module, step: Step) -> None:
+    def __init__(self, network: nn.Module, step: OptimizerStep) -> None:
         """Take the tensors where they are now; no two may share an address."""
         addresses = set[int]()
         # Buffers first: a weight may be a buffer's tensor for now, as in `ResidualLoRALinear`.
@@ -145,7 +145,7 @@ class FixedState:
         self.graphs: dict[Any, Graph | None] = {}  # by the shapes of a batch; None: it failed
         self.seen = set[Any]()  # shapes
 
-    def adopt(self, network: nn.Module, step: Step) -> None:
+    def adopt(self, network: nn.Module, step: OptimizerStep) -> None:
         """Move a client's tensors to these addresses, and begin its optimiser anew."""
         tensors = _tensors(network)
         moved = {n: t for n, t in tensors.items() if t.data_ptr() != self.tensors[n].data_ptr()}
@@ -176,7 +176,7 @@ class FixedState:
             tensor.zero_()
 
     def capture(
-        self, network: nn.Module, step: Step, micro_batches: MicroBatches, capture: Capture
+        self, network: nn.Module, step: OptimizerStep, micro_batches: MicroBatches, capture: Capture
     ) -> Graph:
         """Capture a step on batches of this shape; all values are then as they were."""
         own = [
@@ -210,13 +210,13 @@ class FixedState:
             yield from state.values()
 
 
-class CapturedClient:
-    """One client's steps: replayed where there is a graph for the shape of the batch."""
+class CapturedStep:
+    """A client's `OptimizerStep`, replayed where there is a graph for the shape of the batch."""
 
     def __init__(
-        self, owner: CapturedSteps, network: nn.Module, step: Step, state: FixedState | None
+        self, cache: GraphCache, network: nn.Module, step: OptimizerStep, fixed: FixedTensors | None
     ) -> None:
-        self.owner, self.network, self.step, self.state = owner, network, step, state
+        self.cache, self.network, self.step, self.fixed = cache, network, step, fixed
         self._used = set[int]()  # graphs
         self._description = _description(network)
 
@@ -228,17 +228,17 @@ class CapturedClient:
         if id(graph) not in self._used:
             self._used.add(id(graph))
             graph.clients += 1
-        if not self.owner.capture.compares or graph.clients == 1 or graph.is_measured:
+        if not self.cache.capture.compares or graph.clients == 1 or graph.is_measured:
             return graph(micro_batches)
         return self._timed(graph, micro_batches)
 
     def finish(self) -> Tensor:
         """Return the number of steps without effect; RuntimeError if a tensor has moved."""
-        if self.state is not None:
+        if self.fixed is not None:
             moved = [
                 name
                 for name, tensor in _tensors(self.network).items()
-                if tensor.data_ptr() != self.state.tensors[name].data_ptr()
+                if tensor.data_ptr() != self.fixed.tensors[name].data_ptr()
             ]
             if moved or _description(self.network) != self._description:
                 raise RuntimeError(
@@ -249,27 +249,28 @@ class CapturedClient:
 
     def _graph(self, micro_batches: MicroBatches) -> Graph | None:
         """Return the graph for batches of this shape; capture it when the shape is new."""
-        if self.state is None:
+        if self.fixed is None:
             return None
-        graphs = self.state.graphs
+        graphs = self.fixed.graphs
         key = tuple(
             tuple((name, tuple(t.shape), t.dtype) for name, t in micro_batch.items())
             for micro_batch in micro_batches
         )
         # The last batch of a pass has another size in each client.
-        is_whole = sum(map(_examples, micro_batches)) >= self.step.steps.batch_size
-        is_due = self.owner.at_first or key in self.state.seen
-        self.state.seen.add(key)
-        if is_whole and is_due and key not in graphs and self.owner.number < MAX_GRAPHS:
+        number = sum(len(next(iter(micro_batch.values()))) for micro_batch in micro_batches)
+        is_whole = number >= self.step.settings.batch_size
+        is_due = self.cache.at_first or key in self.fixed.seen
+        self.fixed.seen.add(key)
+        if is_whole and is_due and key not in graphs and self.cache.number < MAX_GRAPHS:
             graphs[key], reason = None, ""
             try:
-                graphs[key] = self.state.capture(
-                    self.network, self.step, micro_batches, self.owner.capture
+                graphs[key] = self.fixed.capture(
+                    self.network, self.step, micro_batches, self.cache.capture
                 )
             except (RuntimeError, NotImplementedError) as error:  # out of memory, or not capturable
                 reason = str(error).partition("\n")[0]
             if graphs[key] is None:  # not within `except`, where the error holds the memory
-                self.owner.log_once(f"steps are not captured as a CUDA graph: {reason}")
+                self.cache.log_once(f"steps are not captured as a CUDA graph: {reason}")
                 self.step.optimizer.zero_grad(set_to_none=True)
                 if self.step.skipped.is_cuda:
                     torch.cuda.empty_cache()
@@ -287,32 +288,29 @@ class CapturedClient:
             eager, replayed = (
                 1000 * median(graph.seconds[is_replay]) for is_replay in (False, True)
             )
-            self.owner.log_once(f"a step takes {replayed:.1f} ms captured, and {eager:.1f} not")
+            self.cache.log_once(f"a step takes {replayed:.1f} ms captured, and {eager:.1f} not")
             if replayed > eager:
-                graphs = self.state.graphs if self.state else {}
+                graphs = self.fixed.graphs if self.fixed else {}
                 graphs.update({key: None for key, kept in graphs.items() if kept is graph})
         return loss
 
 
-class ForwardPass(Step):
+class ForwardPass(OptimizerStep):
     """A forward pass in the place of a step: it returns logits, and trains nothing."""
 
     def __init__(self, network: nn.Module, batch_size: int, precision: str) -> None:
         """Capture batches of `batch_size` examples or more; others are computed eagerly."""
         device = next(network.parameters()).device
-        settings = LocalSteps(0, batch_size, 0.0, precision)
+        settings = TrainingSettings(0, batch_size, 0.0, precision)
         nothing = [torch.zeros((), device=device)]
-        super().__init__(nothing, settings, no_scaler(device), self._logits, capturable=True)
+        super().__init__(nothing, settings, no_scaler(device), self.__call__, capturable=True)
         self.network, self.device = network, device
 
     def __call__(self, micro_batches: MicroBatches) -> Tensor:
         """Return the logits of a batch."""
-        return self._logits(micro_batches)
-
-    def _logits(self, micro_batches: MicroBatches) -> Tensor:
         # Without a cache: a graph would read the copy that autocast made of an earlier weight.
         (inputs,) = micro_batches
-        with autocast(self.device.type, self.steps.precision, cache_enabled=False):
+        with autocast(self.device.type, self.settings.precision, cache_enabled=False):
             return cast(Tensor, self.network(**inputs).logits)
 
 
@@ -320,18 +318,13 @@ class CapturedNetwork:
     """A network for evaluations, whose forward pass is captured; its output has logits alone."""
 
     def __init__(
-        self, owner: CapturedSteps, network: nn.Module, batch_size: int, precision: str
+        self, cache: GraphCache, network: nn.Module, batch_size: int, precision: str
     ) -> None:
-        self._client = owner.client(network, ForwardPass(network, batch_size, precision))
+        self._forward = cache.wrap(network, ForwardPass(network, batch_size, precision))
 
     def __call__(self, **inputs: Tensor) -> SimpleNamespace:
         """Return the network's output for these inputs."""
-        return SimpleNamespace(logits=self._client([inputs]))
-
-
-def _examples(micro_batch: Batch) -> int:
-    """Return the number of examples of a micro-batch."""
-    return len(next(iter(micro_batch.values())))
+        return SimpleNamespace(logits=self._forward([inputs]))
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -348,7 +341,7 @@ def _description(network: nn.Module) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _as_before(step: Step, tensors: Any) -> Iterator[None]:
+def _as_before(step: OptimizerStep, tensors: Any) -> Iterator[None]:
     """Restore the values of tensors, the loss scale, and PyTorch's generators after a block."""
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     scale = step.scaler.state_dict()

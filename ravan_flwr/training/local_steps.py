@@ -22,7 +22,7 @@ from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import evaluation_batches, split_batches, training_batches
 from ravan_flwr.training.captured import CapturedNetwork
-from ravan_flwr.training.step import LocalSteps, autocast, no_scaler
+from ravan_flwr.training.step import TrainingSettings, autocast, no_scaler
 
 
 def learning_rate_in_round(config: Config, number: int) -> float:
@@ -38,10 +38,10 @@ def learning_rate_in_round(config: Config, number: int) -> float:
     return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2)
 
 
-def plan_steps(config: Config, number: int, examples: int) -> LocalSteps:
+def make_training_settings(config: Config, number: int, examples: int) -> TrainingSettings:
     """Return the settings of a client with `examples` examples in round `number`."""
-    same = {field.name for field in fields(LocalSteps)} - {"number", "learning_rate"}
-    return LocalSteps(
+    same = {field.name for field in fields(TrainingSettings)} - {"number", "learning_rate"}
+    return TrainingSettings(
         config.count_steps(examples),
         learning_rate=learning_rate_in_round(config, number),
         **{name: getattr(config, name) for name in same},
@@ -49,8 +49,21 @@ def plan_steps(config: Config, number: int, examples: int) -> LocalSteps:
 
 
 @dataclass(frozen=True)
+class ClientWork:
+    """A client's work in one round: on which examples, from which values, by which settings."""
+
+    examples: Encoded
+    broadcast: Tensors
+    fraction: float  # the budget fraction that the server grants
+    settings: TrainingSettings
+    client_round: ClientRound
+    personal: Tensors | None = None  # the client's personal parameters, if it has any
+    rows: Tensors | None = None  # to train, as a secure round's schedule has them; None: choose
+
+
+@dataclass(frozen=True)
 class LocalResult:
-    """The result of a client's local work."""
+    """The result of a client's work."""
 
     upload: Tensors
     personal: Tensors  # the client's personal parameters; empty for most methods
@@ -60,32 +73,34 @@ class LocalResult:
 
 
 def train_locally(
-    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
-    steps: LocalSteps, client_round: ClientRound, personal: Tensors | None = None,
-    rows: Tensors | None = None,
-) -> LocalResult:  # fmt: skip
+    model: AdaptedModel, task: Task, work: ClientWork, loop: "TrainingLoop | None" = None
+) -> LocalResult:
     """Run one client's round: load, choose, train, collect; afterwards the model is reset.
 
-    `personal` are the client's personal parameters, if it has any. `rows` are the rows to train, as
-    a secure round's schedule has them.
+    `loop` replaces the plain training loop.
     """
-    stepper = Stepper(model, task, examples, steps, client_round)
+    loop = loop or TrainingLoop(model, task, work)
+    method = model.method.in_round(work.client_round.round)
     with (
-        model.holding(broadcast, personal),
-        dropout_from(client_round.derive("dropout"), model.device),
+        model.holding(work.broadcast, work.personal),
+        dropout_from(loop.dropout_seed, model.device),
     ):
-        return stepper.round(fraction, client_round, rows)
+        if work.rows is None:
+            random = work.client_round.generator("heads")
+            method.choose(model.adapters, work.fraction, random, loop.measure)
+        else:
+            sums_changes(method).train_rows(model.adapters, work.rows, work.fraction)
+        loop.train(model.parameters())
+        upload, personal = model.upload(method), model.collect_personal()
+    return LocalResult(upload, personal, loop.mean_loss(), int(loop.skipped))
 
 
-def calibrate_locally(
-    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, steps: LocalSteps,
-    client_round: ClientRound,
-) -> LocalResult:  # fmt: skip
+def calibrate_locally(model: AdaptedModel, task: Task, work: ClientWork) -> LocalResult:
     """Run one client's part of a calibration round."""
-    stepper = Stepper(model, task, examples, steps, client_round)
-    with model.holding(broadcast), dropout_from(client_round.derive("dropout"), model.device):
-        upload = model.calibration.run(model.adapters, stepper)
-    return LocalResult(upload, {}, stepper.mean_loss())
+    loop = TrainingLoop(model, task, work)
+    with model.holding(work.broadcast), dropout_from(loop.dropout_seed, model.device):
+        upload = model.calibration.run(model.adapters, loop)
+    return LocalResult(upload, {}, loop.mean_loss())
 
 
 @contextmanager
@@ -107,39 +122,33 @@ def check_precision(precision: str, device: torch.device) -> None:
         )
 
 
-class Stepper:
+class TrainingLoop:
     """A client's training loop: forward, backward and Adam over its batches, in one precision."""
 
-    def __init__(
-        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
-        client_round: ClientRound,
-    ) -> None:  # fmt: skip
-        self.model, self.task, self.examples, self.steps = model, task, examples, steps
-        self.device = model.device
-        order = self.draw_batches(client_round)
-        micro_batches, self.num_micro_batches = split_batches(
-            order, steps.micro_batch_size or steps.batch_size
-        )
-        collate = (
-            task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
-        )
-        self.batches = self.read(micro_batches, collate)
-        check_precision(steps.precision, self.device)
-        scales = steps.precision == "float16"
+    def __init__(self, model: AdaptedModel, task: Task, work: ClientWork) -> None:
+        self.model, self.task, self.work = model, task, work
+        self.settings, self.device = work.settings, model.device
+        self.dropout_seed = work.client_round.derive("dropout")
+        size = self.settings.micro_batch_size or self.settings.batch_size
+        micro_batches, self.num_micro_batches = split_batches(self.draw_batches(), size)
+        self.batches = self.read(micro_batches)
+        check_precision(self.settings.precision, self.device)
+        scales = self.settings.precision == "float16"
         self.scaler = model.scaler if scales else no_scaler(self.device)
         self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         self.losses: list[Tensor] = []
         model.network.train()
 
-    def draw_batches(self, client_round: ClientRound) -> Iterator[np.ndarray]:
+    def draw_batches(self) -> Iterator[np.ndarray]:
         """Yield the rows of each step's batch, without end."""
-        return training_order(self.task, self.examples, self.steps, client_round)
+        return training_order(self.task, self.work)
 
-    def read(
-        self, micro_batches: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
-    ) -> Iterator[Any]:
-        """Yield the examples of each part of a batch, in the order of the steps."""
-        return read_batches(self.examples, collate, micro_batches, self.device)
+    def read(self, micro_batches: Iterator[np.ndarray]) -> Iterator[Any]:
+        """Yield the examples of each micro-batch, in the order of the steps."""
+        collate = self.task.collate
+        if self.settings.packing:
+            collate = task_with(Packs, self.task, "batching=packed").packed
+        return read_batches(self.work.examples, collate, micro_batches, self.device)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Run a round's steps on these parameters, with a new optimiser."""
@@ -147,24 +156,10 @@ class Stepper:
         if not parameters:  # a method without adapters, with a frozen classifier
             self.backward()  # for the loss only
             return
-        step = self.model.make_step(parameters, self.steps, self.scaler, self.backward_all)
-        for _ in range(self.steps.number):
+        step = self.model.make_step(parameters, self.settings, self.scaler, self.backward_all)
+        for _ in range(self.settings.number):
             self.losses.append(step(self._next_micro_batches()))
         self.skipped = step.finish()
-
-    def round(
-        self, fraction: float, client_round: ClientRound, rows: Tensors | None = None
-    ) -> LocalResult:
-        """Choose heads, or train the given `rows`; run the steps and return the result."""
-        model = self.model
-        method = model.method.in_round(client_round.round)
-        if rows is None:
-            method.choose(model.adapters, fraction, client_round.generator("heads"), self.measure)
-        else:
-            sums_changes(method).train_rows(model.adapters, rows, fraction)
-        self.train(model.parameters())
-        skipped = int(self.skipped)
-        return LocalResult(model.upload(method), model.personal_state(), self.mean_loss(), skipped)
 
     def mean_loss(self) -> float:
         """Return the mean loss over the steps, or over a calibration's batches."""
@@ -206,37 +201,31 @@ class Stepper:
 
     def backward_all(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Add the gradients of a batch's mean loss, and return the loss."""
-        if len(micro_batches) == 1:
-            return self._backward(micro_batches[0])
-        sizes = [self.task.size(micro_batch) for micro_batch in micro_batches]
-        weights = [size / sum(sizes) for size in sizes]
-        losses = [
-            self._backward(micro_batch, weight)
-            for micro_batch, weight in zip(micro_batches, weights, strict=True)
-        ]
+        weights = [1.0]  # of the micro-batches in the batch's mean
+        if len(micro_batches) > 1:
+            sizes = [self.task.size(micro_batch) for micro_batch in micro_batches]
+            weights = [size / sum(sizes) for size in sizes]
+        losses = []
+        for micro_batch, weight in zip(micro_batches, weights, strict=True):
+            loss = self.compute_loss(micro_batch)
+            loss = loss if weight == 1.0 else loss * weight
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+            losses.append(loss.detach().float())
         return torch.stack(losses).sum()
 
-    def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
-        """Add the gradients of a part's mean loss times its weight in the batch's mean."""
-        loss = self.compute_loss(batch)
-        loss = loss if weight == 1.0 else loss * weight
-        if loss.requires_grad:
-            self.scaler.scale(loss).backward()
-        return loss.detach().float()
-
-    def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss of a part, in the configured precision."""
-        with autocast(self.device.type, self.steps.precision):
-            return self.task.loss(self.model.network, batch)
+    def compute_loss(self, micro_batch: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch, in the configured precision."""
+        with autocast(self.device.type, self.settings.precision):
+            return self.task.loss(self.model.network, micro_batch)
 
 
-def training_order(
-    task: Task, examples: Encoded, steps: LocalSteps, client_round: ClientRound
-) -> Iterator[np.ndarray]:
+def training_order(task: Task, work: ClientWork) -> Iterator[np.ndarray]:
     """Yield the rows of each batch of a client's round, without end."""
-    lengths = task.lengths(examples) if steps.batching == "length" else None
-    random = client_round.generator("batches")
-    return training_batches(len(examples), steps.batch_size, random, lengths)
+    examples, settings = work.examples, work.settings
+    lengths = task.lengths(examples) if settings.batching == "length" else None
+    random = work.client_round.generator("batches")
+    return training_batches(len(examples), settings.batch_size, random, lengths)
 
 
 def measured_sums(
@@ -247,9 +236,9 @@ def measured_sums(
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     sums: dict[str, float] = {}
     network: Any = model.network.eval()
-    if model.captured_evaluation is not None and isinstance(task, Classification):
+    if model.evaluation_graphs is not None and isinstance(task, Classification):
         min_size = len(examples) // max(1, len(order))
-        network = CapturedNetwork(model.captured_evaluation, network, min_size, precision)
+        network = CapturedNetwork(model.evaluation_graphs, network, min_size, precision)
     with _inference(model.network, precision):
         batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):

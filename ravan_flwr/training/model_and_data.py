@@ -31,7 +31,7 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import rounded_up
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.captured import CapturedSteps, CudaGraphs
+from ravan_flwr.training.captured import CudaGraphs, GraphCache
 from ravan_flwr.training.device import free_memory, pick_device, suitable_threads
 from ravan_flwr.training.local_steps import LocalResult, evaluate_all
 from ravan_flwr.training.network import (
@@ -148,8 +148,8 @@ class ModelAndData:
         if keeps_casts(config):
             keep_casts(model.network, multiple=8 if on_gpu else 1)
         if on_gpu and captures_steps(config):
-            model.captured = CapturedSteps(CudaGraphs())
-            model.captured_evaluation = CapturedSteps(CudaGraphs(), at_first=False)
+            model.training_graphs = GraphCache(CudaGraphs())
+            model.evaluation_graphs = GraphCache(CudaGraphs(), at_first=False)
             # At most eight lengths of texts.
             self.task.multiple = rounded_up(-(-self.task.max_length // 8), 8) or 1
         if on_gpu:  # of the process, for the model that it has

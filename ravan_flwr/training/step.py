@@ -23,10 +23,10 @@ def no_scaler(device: torch.device) -> torch.amp.GradScaler:
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class TrainingSettings:
     """The settings of a client's training in one round."""
 
-    number: int
+    number: int  # of steps
     batch_size: int
     learning_rate: float
     precision: str
@@ -52,40 +52,40 @@ def adam(
     )
 
 
-class Step:
-    """One step of a client's optimiser: gradients, proximal term, clipping, Adam or AdamW."""
+class OptimizerStep:
+    """A step of a client's optimiser, which can be called again and again, and Adam's moments."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], steps: LocalSteps, scaler: torch.amp.GradScaler,
-        backward: Callable[[Sequence[Batch]], Tensor], *, capturable: bool = False,
-        clients: int = 1,
+        self, parameters: Sequence[Tensor], settings: TrainingSettings,
+        scaler: torch.amp.GradScaler, backward: Callable[[Sequence[Batch]], Tensor], *,
+        capturable: bool = False, clients: int = 1,
     ) -> None:  # fmt: skip
         """Begin with a new optimiser; `backward` adds the gradients of the parts of a batch.
 
         The parameters may be those of several clients, one after the other.
         """
-        self.parameters, self.steps, self.scaler = list(parameters), steps, scaler
+        self.parameters, self.settings, self.scaler = list(parameters), settings, scaler
         self.backward, self.clients = backward, clients
         device = parameters[0].device
         self.skipped = torch.zeros((), dtype=torch.long, device=device)
-        self.anchors = [p.detach().clone() for p in parameters] if steps.proximal_mu else []
-        self.rate: float | Tensor = steps.learning_rate
+        self.anchors = [p.detach().clone() for p in parameters] if settings.proximal_mu else []
+        self.rate: float | Tensor = settings.learning_rate
         if capturable:  # a tensor can change between replays; CUDA's kernel takes it in float32
             dtype = torch.float32 if device.type == "cuda" else torch.float64
             self.rate = torch.tensor(self.rate, dtype=dtype, device=device)
         self.optimizer = adam(
-            self.parameters, self.rate, steps.weight_decay, device, capturable=capturable
+            self.parameters, self.rate, settings.weight_decay, device, capturable=capturable
         )
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Train on the parts of a batch, and return its mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.backward(micro_batches)
-        if self.anchors or self.steps.max_gradient_norm:
+        if self.anchors or self.settings.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
         if self.anchors:
-            pull_back(self.parameters, self.anchors, self.steps.proximal_mu)
-        if self.steps.max_gradient_norm:
+            pull_back(self.parameters, self.anchors, self.settings.proximal_mu)
+        if self.settings.max_gradient_norm:
             self._clip()
         self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():  # count a skipped step, without waiting for the GPU
@@ -97,7 +97,7 @@ class Step:
 
     def _clip(self) -> None:
         """Clip each client's gradient to the greatest norm."""
-        max_norm = self.steps.max_gradient_norm
+        max_norm = self.settings.max_gradient_norm
         if self.clients == 1:
             nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return

@@ -24,31 +24,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters import LoRALinear, MultiHeadLinear
-from ravan_flwr.methods.base import Method, Tensors
-from ravan_flwr.seeding import ClientRound
+from ravan_flwr.methods.base import Method
 from ravan_flwr.tasks.base import IGNORED, Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import Classification, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.local_steps import LocalResult, read_batches, training_order
-from ravan_flwr.training.step import LocalSteps, autocast, no_scaler
+from ravan_flwr.training.local_steps import ClientWork, LocalResult, read_batches, training_order
+from ravan_flwr.training.step import TrainingSettings, autocast, no_scaler
 
 
-@dataclass(frozen=True)
-class ClientWork:
-    """A client's examples, and what the server asks of it."""
-
-    examples: Encoded
-    broadcast: Tensors
-    fraction: float
-    steps: LocalSteps
-    client_round: ClientRound
-
-
-def reason_for_one_by_one(model: AdaptedModel, task: Task, steps: LocalSteps) -> str:
+def reason_for_one_by_one(model: AdaptedModel, task: Task, settings: TrainingSettings) -> str:
     """Return why clients cannot be trained in one pass; "" if they can."""
     method, modules = model.method, [*model.network.modules()]
-    settings: dict[str, object] = cast(Any, model.network).config.to_dict()
-    dropout = [value for key, value in settings.items() if "drop" in key]
+    config: dict[str, object] = cast(Any, model.network).config.to_dict()
+    dropout = [value for key, value in config.items() if "drop" in key]
     reasons = {
         "the method's clients change more than the factors of an adapter": any(
             type(adapter) not in (MultiHeadLinear, LoRALinear) for adapter in model.adapters
@@ -58,7 +46,9 @@ def reason_for_one_by_one(model: AdaptedModel, task: Task, steps: LocalSteps) ->
         "scoring=gradient computes a batch for each client": method.settings.scoring == "gradient",
         "the task has no loss by example": not isinstance(task, Classification),
         "precision=float16, micro-batch-size and batching=packed are for one client": (
-            steps.precision == "float16" or steps.micro_batch_size is not None or steps.packing
+            settings.precision == "float16"
+            or settings.micro_batch_size is not None
+            or settings.packing
         ),
         "the network normalises over the examples of a batch": any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules
@@ -87,7 +77,7 @@ def train_together(
     chosen = [
         number
         for number, client in enumerate(clients)
-        if client.steps == first.steps and client.examples.table is first.examples.table
+        if client.settings == first.settings and client.examples.table is first.examples.table
     ]
     with model.holding(first.broadcast):
         values = {number: _Values.of(model, clients[number]) for number in chosen}
@@ -237,14 +227,14 @@ def _train(
     parameters: Sequence[nn.Parameter],
 ) -> list[float]:  # fmt: skip
     """Run the steps of all clients, and return their mean losses."""
-    steps, number = clients[0].steps, len(clients)
+    settings, number = clients[0].settings, len(clients)
     classification = task_with(Classification, task, "clients-per-pass")
 
     def backward(micro_batches: Sequence[Batch]) -> Tensor:
         """Add the gradients of the sum of the clients' mean losses, and return the losses."""
         (batch,) = micro_batches
         labels = batch["labels"]
-        with autocast(model.device.type, steps.precision):
+        with autocast(model.device.type, settings.precision):
             logits = classification.logits(model.network, batch).float()
             by_example = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         sums = by_example.view(number, -1).sum(1)
@@ -252,11 +242,11 @@ def _train(
         losses.sum().backward()
         return losses.detach()
 
-    step = model.make_step(parameters, steps, no_scaler(model.device), backward, clients=number)
+    step = model.make_step(parameters, settings, no_scaler(model.device), backward, clients=number)
     model.network.train()
     examples, order = _joint_batches(task, clients)
     batches = read_batches(examples, task.collate, order, model.device)
-    losses = [step([next(batches)]) for _ in range(steps.number)]
+    losses = [step([next(batches)]) for _ in range(settings.number)]
     step.finish()
     means: list[float] = torch.stack(losses).mean(0).tolist()
     return means
@@ -267,10 +257,9 @@ def _joint_batches(
 ) -> tuple["_Padded", Iterator[np.ndarray]]:
     """Return the examples of all clients, and the rows of each step's batch, without end."""
     every = [client.examples for client in clients]
-    size = min(clients[0].steps.batch_size, max(map(len, every)))
+    size = min(clients[0].settings.batch_size, max(map(len, every)))
     starts = np.cumsum([0, *map(len, every)])
-    orders = [training_order(task, client.examples, client.steps, client.client_round)
-              for client in clients]  # fmt: skip
+    orders = [training_order(task, client) for client in clients]
 
     def joint() -> Iterator[np.ndarray]:
         while True:

@@ -20,9 +20,9 @@ from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.seeding import ClientRound, generator
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.local_steps import calibrate_locally
+from ravan_flwr.training.local_steps import ClientWork, calibrate_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.methods import (
     LAYERS,
     aggregate,
@@ -184,10 +184,9 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     """A client sends the change that a plain loop over the same batches makes to the weights."""
     loaded = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
     model, examples = loaded.model, loaded.partition(0, 4).train
-    steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
-    sent = calibrate_locally(
-        model, loaded.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
-    ).upload["change"]
+    steps = TrainingSettings(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
+    work = ClientWork(examples, model.initial_state(), 1.0, steps, ClientRound(5, 0, 0))
+    sent = calibrate_locally(model, loaded.task, work).upload["change"]
 
     plain: Any = copy.deepcopy(model.network).train()
     matrices = [plain.get_submodule(layer.name).base.weight for layer in model.layers]

@@ -40,7 +40,7 @@ from ravan_flwr.extras.delivery.server import PUBLISHED, make_parcel
 from ravan_flwr.extras.example_privacy import client as on_client
 from ravan_flwr.extras.example_privacy import steps as private_steps
 from ravan_flwr.extras.example_privacy.gradients import StepNoise, check_independent
-from ravan_flwr.extras.example_privacy.steps import PrivateStepper
+from ravan_flwr.extras.example_privacy.steps import PrivateTrainingLoop
 from ravan_flwr.launch.worker_process import compute_reply, identify
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.results.card import fill_card
@@ -52,7 +52,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training.local_steps import plan_steps
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
 from tests.unit.results.test_card import CONFIG
 
@@ -226,7 +226,8 @@ def test_a_reply_has_the_audited_values_alone(device):
     view = device("train", "as trained", "ordinary")
     assert view["records"] == ["arrays", "metrics"]
     metrics = json.loads(view["metrics"])["metrics"]
-    assert set(metrics) == {"round", "derived", "recounted"}  # no seconds, loss, number of examples
+    # No seconds, no loss, no number of examples.
+    assert set(metrics) == {"round", "fingerprint", "recounted"}
 
 
 @pytest.mark.slow(kept=1)
@@ -238,15 +239,14 @@ def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
     which a large state amplifies to the size of the other gradients.
     """
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
-    norm, work = 0.5, ClientRound(0, 1, 3)
+    norm = 0.5
 
     def released(example):
-        steps = plan_steps(read_config(DEVICE | {"micro-batch-size": 1}), 1, NUMBER)
-        stepper = PrivateStepper(
-            loaded.model, loaded.task, examples_of(example), steps, work, StepNoise(1e-12, norm)
-        )
+        steps = make_training_settings(read_config(DEVICE | {"micro-batch-size": 1}), 1, NUMBER)
+        work = ClientWork(examples_of(example), {}, 1.0, steps, ClientRound(0, 1, 3))
+        loop = PrivateTrainingLoop(loaded.model, loaded.task, work, StepNoise(1e-12, norm))
         with loaded.model.holding(state_of(loaded, state)):
-            stepper.train(loaded.model.parameters())
+            loop.train(loaded.model.parameters())
             return torch.cat([p.grad.flatten().double() for p in loaded.model.parameters()])
 
     without = released("nothing")
@@ -261,11 +261,11 @@ def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
 @pytest.mark.parametrize(("on_device", "parts"), [(True, 1), (False, None)])
 def test_a_device_computes_one_example_at_a_time(loaded, monkeypatch, on_device, parts):
     """For any settings; a simulation computes them together, which is faster."""
-    local_steps = []
+    asked = []
     monkeypatch.setattr(on_client, "is_on_a_device", lambda: on_device)
-    monkeypatch.setattr(on_client, "train_privately", lambda *work: local_steps.append(work[5]))
+    monkeypatch.setattr(on_client, "train_privately", lambda *given: asked.append(given[2]))
     ask("train", loaded.model.initial_state(), DEVICE)
-    assert [steps.micro_batch_size for steps in local_steps] == [parts]
+    assert [work.settings.micro_batch_size for work in asked] == [parts]
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -281,11 +281,11 @@ def test_the_independence_check_does_not_depend_on_examples(loaded, monkeypatch,
     for example in ("ordinary", "no number", "nothing"):
         monkeypatch.setattr(loaded.model, "examples_are_independent", False)
         with suppress(ValueError):  # a state that is refused
-            private_steps.train_privately(
-                loaded.model, loaded.task, examples_of(example), state_of(loaded, state), 1.0,
-                plan_steps(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3),
-                StepNoise(1.0, 1.0),
+            work = ClientWork(
+                examples_of(example), state_of(loaded, state), 1.0,
+                make_training_settings(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3),
             )  # fmt: skip
+            private_steps.train_privately(loaded.model, loaded.task, work, StepNoise(1.0, 1.0))
     assert len(gradients) == 3
     assert gradients[0].any()
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)

@@ -19,7 +19,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import make_broadcast
 from ravan_flwr.server.update import read_trained
-from tests.hand_made import DERIVED, Nodes, registered_client, strategy_of
+from tests.hand_made import FINGERPRINT, Nodes, registered_client, strategy_of
 from tests.methods import build, calibration_sums
 from tests.short_runs import same_bits
 
@@ -31,7 +31,7 @@ VALUES = st.one_of(
     NUMBERS,
     st.lists(st.integers(-3, 3), max_size=4),
     st.lists(st.floats(width=32), max_size=4),
-    st.just(DERIVED),
+    st.just(FINGERPRINT),
 )
 
 
@@ -71,13 +71,15 @@ def contents(draw):
         content["arrays"] = ArrayRecord(
             draw(st.dictionaries(st.sampled_from(NAMES), arrays(), max_size=3))
         )
-    keys = st.sampled_from(["round", "train-loss", "seconds", "derived", "num-examples", "loss"])
+    keys = st.sampled_from(
+        ["round", "train-loss", "seconds", "fingerprint", "num-examples", "loss"]
+    )
     metrics = draw(st.dictionaries(keys, VALUES, max_size=6))
     if draw(st.booleans()):
-        metrics |= {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+        metrics |= {"round": 1, "train-loss": 1.0, "seconds": 1.0, "fingerprint": FINGERPRINT}
     kind = draw(st.sampled_from(["metrics", "metrics", "metrics", "other", "config"]))
     if kind == "config":
-        content["metrics"] = ConfigRecord({"round": 1, "train-loss": "x", "derived": b"x"})
+        content["metrics"] = ConfigRecord({"round": 1, "train-loss": "x", "fingerprint": b"x"})
     else:
         content[kind] = MetricRecord(metrics)
     if draw(st.booleans()):
@@ -102,7 +104,7 @@ def spoil(reply, part, number, value):
             "round": 2,
             "train-loss": float("inf"),
             "seconds": [1.0],
-            "derived": [0.0],
+            "fingerprint": [0.0],
         }
         if "began-anew" in content["metrics"]:
             wrong["began-anew"] = 2
@@ -267,13 +269,18 @@ def test_no_hostile_reply_affects_the_calibration(method, changes, replies):
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         with pytest.raises(ValueError):  # noqa: PT011 (any that has a reason)
             sums.check_and_add(
-                read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0
+                read_trained(Message(what, reply_to=message), node, 1, FINGERPRINT).upload, 1.0
             )
 
 
 def test_the_memory_of_large_replies_is_released():
     """Twenty replies of 4 MB each are released."""
-    metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    metrics: dict[str, Any] = {
+        "round": 1,
+        "train-loss": 1.0,
+        "seconds": 1.0,
+        "fingerprint": FINGERPRINT,
+    }
     content = RecordDict(
         {"arrays": to_record({"H": torch.zeros(1_000_000)}), "metrics": MetricRecord(metrics)}
     )

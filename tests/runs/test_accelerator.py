@@ -15,9 +15,9 @@ from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, make_broadcast
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
-from ravan_flwr.training.local_steps import calibrate_locally, train_locally
+from ravan_flwr.training.local_steps import ClientWork, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.methods import calibration_sums
 from tests.pretend import PretendTensor, register
 from tests.short_runs import records_of
@@ -50,7 +50,7 @@ def run_rounds(settings, fraction, steps):
         calibration = calibration_sums(model.method)
         for number, examples in enumerate(clients):
             work = ClientRound(5, 0, number)
-            result = calibrate_locally(model, task, examples, state, steps, work)
+            result = calibrate_locally(model, task, ClientWork(examples, state, 1.0, steps, work))
             calibration.add(result.upload, 1.0)
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
@@ -62,10 +62,11 @@ def run_rounds(settings, fraction, steps):
         total = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
             sent = make_broadcast(method, state, fraction)
-            result = train_locally(
-                model, task, examples, sent, fraction, steps, ClientRound(5, number, client),
+            work = ClientWork(
+                examples, sent, fraction, steps, ClientRound(5, number, client),
                 personal.get(client),
             )  # fmt: skip
+            result = train_locally(model, task, work)
             personal |= {client: result.personal} if result.personal else {}
             total.check_and_add(result.upload, fraction)
         state = total.close()
@@ -99,7 +100,7 @@ def compare(settings, fraction, steps):
 @pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
 def test_every_method_on_an_accelerator(method, accelerator):
-    compare({"method": method}, 0.5, LocalSteps(2, 8, 0.01, "float32"))
+    compare({"method": method}, 0.5, TrainingSettings(2, 8, 0.01, "float32"))
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_every_method_on_an_accelerator(method, accelerator):
     ids=lambda settings: " ".join(map(str, settings.values())),
 )  # fmt: skip
 def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
-    compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
+    compare(settings, 0.5, TrainingSettings(2, 8, 0.01, "float32", proximal_mu=0.1))
 
 
 @pytest.mark.slow
@@ -121,14 +122,14 @@ def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
 def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch):
     monkeypatch.setattr("ravan_flwr.adapters.multihead.merges", lambda *_: merged)
     settings = {"classifier": "trained" if merged else "frozen"}
-    compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
+    compare(settings, 0.5, TrainingSettings(2, 8, 0.01, "float32", proximal_mu=0.1))
 
 
 @pytest.mark.slow
 def test_bases_from_data_on_an_accelerator(accelerator):
     """Without a comparison: rounding decides about directions with nearly no gradient."""
     settings = {"init": "data-aware", "heads": 2}
-    device, moved, _ = run_rounds(settings, 0.5, LocalSteps(2, 8, 0.01, "float32"))
+    device, moved, _ = run_rounds(settings, 0.5, TrainingSettings(2, 8, 0.01, "float32"))
     assert device.type == "pretend"
     assert all(tensor.norm() > 0 for tensor in moved)
 
@@ -138,11 +139,12 @@ def float16_client(settings, scale, precision="float16"):
     loaded = ModelAndData(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
     model = loaded.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
-    steps = LocalSteps(3, 8, 0.01, precision)
+    steps = TrainingSettings(3, 8, 0.01, precision)
     examples, state = loaded.partition(0, 4).train, model.initial_state()
 
-    def work(function, *arguments):
-        return function(model, loaded.task, examples, state, *arguments)
+    def work(function, steps, client_round, fraction=1.0):
+        own = ClientWork(examples, state, fraction, steps, client_round)
+        return function(model, loaded.task, own)
 
     return model, work, steps
 
@@ -170,7 +172,7 @@ def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, acceler
     for precision in ("float32", "float16"):
         arguments = {"scoring": "gradient"}, scale, precision
         model, work, steps = float16_client(*arguments)
-        work(train_locally, 0.5, steps, ClientRound(5, 1, 0))
+        work(train_locally, steps, ClientRound(5, 1, 0), 0.5)
     assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)
     torch.testing.assert_close(
         scores_by_precision["float16"], scores_by_precision["float32"], rtol=1e-4, atol=1e-9
@@ -190,12 +192,12 @@ def test_gradients_that_stay_infinite_at_every_loss_scale_are_an_error(accelerat
 @pytest.mark.slow
 def test_the_loss_scale_of_float16_persists_and_skipped_steps_are_counted(accelerator):
     model, work, steps = float16_client({}, 2.0**127)
-    first = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
+    first = work(train_locally, steps, ClientRound(5, 1, 0))
     assert first.skipped in (1, 2)  # of three: each halves the scale
     assert model.scaler.get_scale() == 2.0 ** (127 - first.skipped)
-    in_float32 = LocalSteps(3, 8, 0.01, "float32")
-    expected = work(train_locally, 1.0, in_float32, ClientRound(5, 1, 0)).upload["H"]
-    second = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
+    in_float32 = TrainingSettings(3, 8, 0.01, "float32")
+    expected = work(train_locally, in_float32, ClientRound(5, 1, 0)).upload["H"]
+    second = work(train_locally, steps, ClientRound(5, 1, 0))
     assert not second.skipped
     torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
 

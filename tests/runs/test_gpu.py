@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from subprocess import PIPE
 
 import pytest
@@ -24,10 +25,10 @@ from ravan_flwr.training.cost import (
     step_memory,
 )
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import ClientWork, train_locally
 from ravan_flwr.training.machine import visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests import ROOT
 from tests.support.tiny import small_decoder
 
@@ -123,13 +124,13 @@ def memory_of_steps(settings, number=3):
     config = read_config(settings | {"device": "cuda"})
     loaded = ModelAndData(config)
     examples = loaded.partition(0, 4).train
-    steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
+    steps = TrainingSettings(number, config.batch_size, 1e-3, config.precision)
     model = loaded.model
-    work = model, loaded.task, examples, model.initial_state(), 1.0, steps
-    train_locally(*work, ClientRound(0, 1, 0))  # allocates cuBLAS's workspaces
+    work = ClientWork(examples, model.initial_state(), 1.0, steps, ClientRound(0, 1, 0))
+    train_locally(model, loaded.task, work)  # allocates cuBLAS's workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train_locally(*work, ClientRound(0, 2, 0))
+    train_locally(model, loaded.task, replace(work, client_round=ClientRound(0, 2, 0)))
     return torch.cuda.max_memory_allocated() - before, step_memory(config, 1.0)
 
 
@@ -205,10 +206,10 @@ def test_cached_memory_is_released_only_if_other_processes_need_it(others_need_m
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     loaded = ModelAndData(read_config({"device": "cuda"}))
     examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
-    steps = LocalSteps(1, 8, 1e-3, "float32")
+    steps = TrainingSettings(1, 8, 1e-3, "float32")
     for client in range(3):
-        work = ClientRound(0, 1, client)
-        train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
+        work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, client))
+        train_locally(loaded.model, loaded.task, work)
     assert len(calls) == (3 if others_need_memory else 0)
 
 

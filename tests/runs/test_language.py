@@ -20,7 +20,7 @@ from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.cost import footprint, step_memory
-from ravan_flwr.training.local_steps import plan_steps, train_locally
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
@@ -172,8 +172,9 @@ def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_
 def trained(loaded, train, *more):
     """Return what a client's training gives."""
     examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
-    steps, work = plan_steps(loaded.config, 1, len(examples)), ClientRound(0, 1, 0)
-    return train(loaded.model, loaded.task, examples, state, 1.0, steps, work, *more)
+    steps = make_training_settings(loaded.config, 1, len(examples))
+    work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, 0))
+    return train(loaded.model, loaded.task, work, *more)
 
 
 def record_batches(task, method):

@@ -158,7 +158,7 @@ def test_a_client_that_lost_its_personal_parameters_starts_again_and_is_reported
 
 def test_invalid_personal_parameters_count_as_lost():
     model = ModelAndData(read_config({"method": "fedsa-lora"})).model
-    good = model.personal_state()
+    good = model.collect_personal()
     for personal in (
         {"B": good["B"][:3], "classifier": good["classifier"]},
         {"B": good["B"] + torch.nan, "classifier": good["classifier"]},

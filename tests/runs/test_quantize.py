@@ -14,9 +14,9 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import ClientWork, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.short_runs import records_of
 from tests.support.tiny import small_decoder
 
@@ -81,8 +81,9 @@ def test_weights_are_dequantized_to_the_precision_of_the_computation(
     config = read_config(settings | {"backbone-dtype": "4bit", "precision": precision})
     loaded = ModelAndData(config)
     examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
-    steps, work = LocalSteps(1, 4, 1e-3, precision), ClientRound(0, 1, 0)
-    train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
+    steps = TrainingSettings(1, 4, 1e-3, precision)
+    work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, 0))
+    train_locally(loaded.model, loaded.task, work)
     assert {weight.dtype for weight in unpacked} == {getattr(torch, precision)}
 
 

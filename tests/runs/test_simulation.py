@@ -21,7 +21,6 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
-from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.cost import step_memory
@@ -110,7 +109,7 @@ def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
 
 def client_round_of(arguments):
     """Find the client and round in the arguments of `train_locally`."""
-    return next(argument for argument in arguments if isinstance(argument, ClientRound))
+    return arguments[2].client_round
 
 
 @contextlib.contextmanager
@@ -490,7 +489,7 @@ def test_a_second_run_of_a_process_begins_with_the_bases_of_the_seed(tmp_path, m
     begins: list[list[float]] = []
 
     def start(strategy, *given, **named):
-        begins.append(list(strategy.federation.state.derived))
+        begins.append(list(strategy.federation.state.fingerprint))
         return started(strategy, *given, **named)
 
     started = FederatedTuning.start

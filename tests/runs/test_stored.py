@@ -13,10 +13,10 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import ClientWork, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_dtype, stored_dtype
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.runs.small_models import small_settings
 from tests.short_runs import same_bits
 from tests.support.tiny import MODELS, save_model
@@ -49,10 +49,10 @@ def load_both(settings, **more):
 
 
 def upload_of(loaded):
-    steps = LocalSteps(2, 8, 1e-2, loaded.config.precision)
+    steps = TrainingSettings(2, 8, 1e-2, loaded.config.precision)
     examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
-    work = ClientRound(0, 1, 0)
-    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work).upload
+    work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, 0))
+    return train_locally(loaded.model, loaded.task, work).upload
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ from transformers import Trainer, ViTConfig, ViTForImageClassification
 from ravan_flwr import RavanConfig, simulate, strategies
 from ravan_flwr.strategies import RavanStrategy, federated
 from ravan_flwr.training.bundled import bundled_file, read_backbone
-from ravan_flwr.training.local_steps import Stepper
+from ravan_flwr.training.local_steps import TrainingLoop
 from tests.unit.strategies.test_federated import Grid, arguments, train_only
 
 NODES, STEPS, BATCH, RATE, SEED = 2, 3, 16, 3e-3, 5
@@ -38,22 +38,22 @@ class App:
         self.first: dict[str, torch.Tensor] = {}
         self.last: dict[str, torch.Tensor] = {}
         self.budgets: dict[Any, float] = {}
-        start, read = Stepper.__init__, Stepper._next_micro_batches
+        start, read = TrainingLoop.__init__, TrainingLoop._next_micro_batches
 
-        def noted_start(stepper, model, task, examples, steps, client_round):
-            start(stepper, model, task, examples, steps, client_round)
+        def noted_start(loop, model, task, work):
+            start(loop, model, task, work)
             if not self.first:
                 self.first = {name: t.clone() for name, t in model.initial_state().items()}
                 if "B" in self.first:  # FFA-LoRA's A is in no state, since it is not trained
                     self.first["A"] = torch.cat([a.A.detach().flatten() for a in model.adapters])
-            self.taken = self.batches.setdefault(tuple(client_round[1:]), [])
+            self.taken = self.batches.setdefault(tuple(work.client_round[1:]), [])
 
-        def noted_read(stepper):
-            self.taken.extend(parts := read(stepper))
+        def noted_read(loop):
+            self.taken.extend(parts := read(loop))
             return parts
 
-        monkeypatch.setattr(Stepper, "__init__", noted_start)
-        monkeypatch.setattr(Stepper, "_next_micro_batches", noted_read)
+        monkeypatch.setattr(TrainingLoop, "__init__", noted_start)
+        monkeypatch.setattr(TrainingLoop, "_next_micro_batches", noted_read)
 
     def on_round_end(self, record, state):
         self.last = {name: tensor.clone() for name, tensor in state.items()}

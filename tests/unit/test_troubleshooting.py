@@ -15,7 +15,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import check_same_app
 from scripts import check_words
 from tests import ROOT
-from tests.hand_made import DERIVED, registered_client
+from tests.hand_made import FINGERPRINT, registered_client
 from tests.own_models import make_bert
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -86,14 +86,14 @@ MODEL = ("copy the server's model", "constraints.txt")
 UNKNOWN = datasets.Dataset.from_dict({"label": ["c"]})
 
 
-def refused_for(code=None, backbone="b", derived=DERIVED):
-    check_same_app(registered_client(), code or code_fingerprint(), backbone, derived)
+def refused_for(code=None, backbone="b", fingerprint=FINGERPRINT):
+    check_same_app(registered_client(), code or code_fingerprint(), backbone, fingerprint)
 
 
 REFUSED = [
     (lambda: refused_for(code="other"), "its ravan_flwr has fingerprint", VERSION),
     (lambda: refused_for(backbone="other"), "its backbone has fingerprint", MODEL),
-    (lambda: refused_for(derived=[3.0, 4.0]), "bases have", MODEL[1:]),
+    (lambda: refused_for(fingerprint=[3.0, 4.0]), "bases have", MODEL[1:]),
     (lambda: label_numbers(UNKNOWN, ("a", "b"), "train"), "got unknown labels", LABELS),
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.client_request import ClientRequest
+from ravan_flwr.client.client_request import ClientRequest, find_personal
 from ravan_flwr.extras.delivery.device_result import save_result
 from ravan_flwr.extras.delivery.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.messages.arrays import from_record
@@ -36,7 +36,7 @@ def _keep(client: ClientRequest) -> dict[str, Any]:
         raise ValueError("its node config has no result-path")
     client.load_fixed_tensors()
     state = from_record(client.content.array_records["arrays"])
-    personal = client.find_personal()
+    personal = find_personal(client.context.state, client.loaded.model)
     if personal is None and client.loaded.model.personal_shapes():
         raise ValueError(
             "this device has no personal parameters: it has not trained in this run, or was "

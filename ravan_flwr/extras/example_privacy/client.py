@@ -6,7 +6,7 @@ from logging import getLogger
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.answers import make_reply
-from ravan_flwr.client.client_request import ClientRequest
+from ravan_flwr.client.client_request import ClientRequest, run_hash
 from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.config.node_config import epsilon_limit
 from ravan_flwr.extras.example_privacy.account import (
@@ -37,22 +37,21 @@ def train_within_budget(client: ClientRequest) -> RecordDict:
     rate = sampling_rate(client.config.batch_size, len(client.trained_on))
     try:
         noise, recounted = count_round(
-            client.context.state, client.run_hash, limited, rate, message, client.node.partition_id
-        )
+            client.context.state, run_hash(client.config, client.context.run_id), limited, rate,
+            message, client.node.partition_id,
+        )  # fmt: skip
     except OutOfBudgetError as error:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
         return RecordDict({"refused": refused})
-    steps = client.steps
-    if is_on_a_device():
-        # In a larger micro-batch the rounding of an example's gradient depends on other examples,
-        # and a hostile state can amplify that. With batches of one, no gradient depends on another
-        # example, whatever the state.
-        steps = replace(steps, micro_batch_size=1)
     with client.hiding_reasons():
-        result = train_privately(
-            *client.training_inputs, client.granted_fraction, steps, client.client_round, noise
-        )
+        loaded, work = client.loaded, client.work
+        if is_on_a_device():
+            # In a larger micro-batch the rounding of an example's gradient depends on other
+            # examples, and a hostile state can amplify that. With batches of one, no gradient
+            # depends on another example, whatever the state.
+            work = replace(work, settings=replace(work.settings, micro_batch_size=1))
+        result = train_privately(loaded.model, loaded.task, work, noise)
         reply = make_reply(client, result)
     reply.metric_records["metrics"]["recounted"] = int(recounted)
     return reply

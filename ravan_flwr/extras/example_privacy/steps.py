@@ -31,14 +31,11 @@ from ravan_flwr.extras.example_privacy.gradients import (
     check_independent,
     check_trained,
 )
-from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.mechanism import subsample
-from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.local_steps import LocalResult, Stepper, dropout_from
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.local_steps import ClientWork, LocalResult, TrainingLoop, train_locally
 
 log = getLogger(__name__)
 
@@ -89,14 +86,11 @@ def _encodable_rows(
 
 
 def train_privately(
-    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
-    steps: LocalSteps, client_round: ClientRound, noise: StepNoise,
-) -> LocalResult:  # fmt: skip
-    """Run one client's round as `train_locally` does, with private steps and no measured loss."""
+    model: AdaptedModel, task: Task, work: ClientWork, noise: StepNoise
+) -> LocalResult:
+    """Run one client's round with private steps, and no measured loss."""
     check_examples_independent(model, task)
-    stepper = PrivateStepper(model, task, examples, steps, client_round, noise)
-    with model.holding(broadcast), dropout_from(secrets.randbits(63), model.device):
-        return stepper.round(fraction, client_round)
+    return train_locally(model, task, work, PrivateTrainingLoop(model, task, work, noise))
 
 
 def check_examples_independent(model: AdaptedModel, task: Task) -> None:
@@ -133,31 +127,26 @@ def check_examples_independent(model: AdaptedModel, task: Task) -> None:
     model.examples_are_independent = True
 
 
-class PrivateStepper(Stepper):
+class PrivateTrainingLoop(TrainingLoop):
     """A training loop with private gradients; no plain gradient is ever computed."""
 
-    def __init__(
-        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
-        client_round: ClientRound, noise: StepNoise,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: AdaptedModel, task: Task, work: ClientWork, noise: StepNoise) -> None:
         self.noise, self.by_example = noise, task_with(ByExample, task, "privacy=example")
         self._failed: set[int] = set()  # rows that the log has reported
-        self.rate = sampling_rate(steps.batch_size, len(examples))
-        super().__init__(model, task, examples, steps, client_round)
+        self.rate = sampling_rate(work.settings.batch_size, len(work.examples))
+        super().__init__(model, task, work)
+        self.dropout_seed = secrets.randbits(63)
 
-    def draw_batches(self, client_round: ClientRound) -> Iterator[np.ndarray]:  # noqa: ARG002
+    def draw_batches(self) -> Iterator[np.ndarray]:
         """Yield Poisson samples of the rows, from the system's entropy, without end.
 
         Batches have different sizes, and may be empty. A known seed would reveal their examples.
         """
         while True:
-            yield subsample(len(self.examples), self.rate)
+            yield subsample(len(self.work.examples), self.rate)
 
-    def read(
-        self, micro_batches: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
-    ) -> Iterator[np.ndarray]:
+    def read(self, micro_batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Return the rows unread: an example that cannot be read must not end a step."""
-        del collate
         return micro_batches
 
     def train(self, parameters: Sequence[Tensor]) -> None:
@@ -175,7 +164,7 @@ class PrivateStepper(Stepper):
         """Write a private gradient into the parameters; the loss is not measured."""
         for rows in micro_batches:
             self._add_clipped(rows)
-        released = self.clipped.release(self.rate * len(self.examples))
+        released = self.clipped.release(self.rate * len(self.work.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):
             parameter.grad = gradient.to(parameter)
         return torch.tensor(math.nan)
@@ -187,7 +176,7 @@ class PrivateStepper(Stepper):
         gradients do not depend on the failed one.
         """
         try:
-            batch = self.task.collate(self.examples.take(rows))
+            batch = self.task.collate(self.work.examples.take(rows))
             self.clipped.add(
                 _example_gradients(self.gradients, self.by_example, self.compute_loss, batch)
             )

@@ -144,8 +144,8 @@ class Masked(Release):
         message.content[PIECES] = to_pieces(self.secure.to_mask(client.partition_id))
 
     def read(self, message: Message, sent: Sent) -> Update:
-        client, derived = sent.client, self.federation.state.derived
-        data, seconds = read_masked(message, client, self.round.number, derived)
+        client, fingerprint = sent.client, self.federation.state.fingerprint
+        data, seconds = read_masked(message, client, self.round.number, fingerprint)
         self.secure.check_masked(client.partition_id, data)
         steps = self.federation.steps(client)
         return Update(client, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)

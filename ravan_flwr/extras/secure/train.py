@@ -20,9 +20,8 @@ from ravan_flwr.extras.secure.changes import (
 from ravan_flwr.extras.secure.phases import open_secure_client, pieces_in
 from ravan_flwr.extras.secure.schedule import Schedule
 from ravan_flwr.messages.records import read_pieces, to_pieces
-from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import generator
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import ClientWork, train_locally
 
 
 def train_masked(client: ClientRequest) -> RecordDict:
@@ -30,19 +29,13 @@ def train_masked(client: ClientRequest) -> RecordDict:
     parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
     with open_secure_client(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
-    sent, method = client.broadcast, client.loaded.model.method
-    check_digest(replace(client.loaded.config, rank=method.rank), sent, schedule)
-    random = np.random.default_rng(client.client_round.derive("rounding"))
-    _check_schedule(client, sent, schedule)
-    chosen, personal = rows_by_tensor(schedule.parts, rows), client.find_personal()
-    result = train_locally(
-        *client.training_inputs,
-        client.granted_fraction,
-        client.steps,
-        client.client_round,
-        personal=personal,
-        rows=chosen,
-    )
+    loaded, work = client.loaded, client.work
+    sent, method = work.broadcast, loaded.model.method
+    check_digest(replace(loaded.config, rank=method.rank), sent, schedule)
+    random = np.random.default_rng(work.client_round.derive("rounding"))
+    _check_schedule(client, work, schedule)
+    work = replace(work, rows=rows_by_tensor(schedule.parts, rows))
+    result = train_locally(loaded.model, loaded.task, work)
     if result.personal:
         store_personal(client.context.state, result.personal)
     numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
@@ -52,16 +45,15 @@ def train_masked(client: ClientRequest) -> RecordDict:
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.upload_metrics)})
 
 
-def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:
+def _check_schedule(client: ClientRequest, work: ClientWork, schedule: Schedule) -> None:
     """Raise ValueError if the schedule breaks the run's settings, as far as a client can check."""
     method, config, node = client.loaded.model.method, client.config, client.node
+    sent = work.broadcast
     check_cohort(config, len(schedule.partitions), node.num_partitions)
-    check_parts(list_parts(method, sent, config.learning_rate * client.steps.number), schedule)
+    check_parts(list_parts(method, sent, config.learning_rate * work.settings.number), schedule)
     # A node with budget = auto reported a fraction that depends on the memory free at that time.
     fraction = (
-        client.granted_fraction
-        if node.budget == AUTO
-        else min(client.budget_fraction, config.max_share)
+        work.fraction if node.budget == AUTO else min(client.budget_fraction, config.max_share)
     )
     random = generator(config.seed, "heads", client.round, node.partition_id)
     check_rows(selected_rows(method, sent, fraction, random), schedule, node.partition_id)

@@ -11,7 +11,7 @@ from tests.hand_made import registered_client
 KEYS = {
     "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int,
     "budget-fraction": float, "device": str, "free-memory": int, "versions": str, "code": str,
-    "backbone": str, "derived": list, "keeps-result": bool,
+    "backbone": str, "fingerprint": list, "keeps-result": bool,
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from ravan_flwr.server.update import read_trained
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
-from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
+from tests.hand_made import FINGERPRINT, Nodes, fake_clock, registered_client, run
 from tests.methods import train_client
 
 __all__ = ["fake_clock"]
@@ -181,7 +181,12 @@ def question(number=0):
 
 
 def honest_reply(number=0):
-    metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    metrics: dict[str, Any] = {
+        "round": 1,
+        "train-loss": 1.0,
+        "seconds": 1.0,
+        "fingerprint": FINGERPRINT,
+    }
     arrays = to_record({"H": torch.arange(24.0).view(6, 2, 2), "heads": torch.ones(1).byte()})
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=question(number))
@@ -247,7 +252,7 @@ def test_no_malformed_envelope_stops_the_server(uploads, one_thread):
         size = sum(map(len, contents.values()))
         assert array_bytes(reply) <= max(MAX_EXPANSION * size, ALWAYS_ROOM)
         try:
-            read_trained(reply, sender, 1, DERIVED)
+            read_trained(reply, sender, 1, FINGERPRINT)
             used += 1
         except ValueError as error:
             longest = max(longest, len(str(error)))

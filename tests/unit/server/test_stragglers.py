@@ -445,8 +445,8 @@ def test_missing_and_absurd_claims_are_refused():
     for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
         with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
             read_registered_client(1, answer | {key: value})
-    with pytest.raises(ValueError, match="derived has 100000 numbers, expected 2"):
-        read_registered_client(1, answer | {"derived": ["x"] * 100_000}, 2)
+    with pytest.raises(ValueError, match="fingerprint has 100000 numbers, expected 2"):
+        read_registered_client(1, answer | {"fingerprint": ["x"] * 100_000}, 2)
     client = read_registered_client(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
     assert client.device.startswith(r"cpu\x1b[2K\rxxx")
     assert len(client.device) <= 200

@@ -13,13 +13,13 @@ from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
 from ravan_flwr.messages.arrays import from_record, to_record
-from ravan_flwr.messages.registered_client import MOST_PARTITIONS, check_derived
+from ravan_flwr.messages.registered_client import MOST_PARTITIONS, check_fingerprint
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.update import max_validation_size
-from tests.hand_made import DERIVED, Nodes, Unresponsive, fake_clock, registered_client, run
+from tests.hand_made import FINGERPRINT, Nodes, Unresponsive, fake_clock, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean
 
@@ -101,8 +101,8 @@ FAULTS = {
     "no loss": (with_metrics(**{"train-loss": None}), "missing 'train-loss'"),
     "loss not finite": (with_metrics(**{"train-loss": math.nan}), "train-loss is nan"),
     "loss a list": (with_metrics(**{"train-loss": [1.0]}), r"train-loss is \[1.0\]"),
-    "other bases": (with_metrics(derived=[1.0, 2.1]), r"fingerprint \[1.0, 2.1\], expected"),
-    "no fingerprint": (with_metrics(derived=1.0), r"fingerprint \[\], expected"),
+    "other bases": (with_metrics(fingerprint=[1.0, 2.1]), r"fingerprint \[1.0, 2.1\], expected"),
+    "no fingerprint": (with_metrics(fingerprint=1.0), r"fingerprint \[\], expected"),
     "no arrays": (without_arrays, "missing 'arrays'"),
     "wrong shape": (with_tensor("H", torch.zeros(6, 2, 1)), r"H is torch.float32 \(6, 2, 1\)"),
     "not finite": (with_tensor("H", torch.full((6, 2, 2), torch.inf)), "not finite"),
@@ -305,9 +305,9 @@ def test_a_message_that_cannot_be_sent_is_recorded():
     [
         ({"code": "x"}, "its ravan_flwr has fingerprint x, expected"),
         ({"backbone": "x"}, "its backbone has fingerprint x, expected b"),
-        ({"derived": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
+        ({"fingerprint": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
         ({"examples": 0}, "examples is 0, expected 1 to"),
-        ({"derived": ("a", "b")}, r"derived is \['a', 'b'\], expected float numbers"),
+        ({"fingerprint": ("a", "b")}, r"fingerprint is \['a', 'b'\], expected float numbers"),
         ({"num_partitions": 5}, "num-partitions is 5, expected 4 as the others have"),
         ({"budget_fraction": 1.5}, "budget-fraction is 1.5, expected above 0 and at most 1"),
         ({"partition_id": 4}, r"partition-id is 4, expected 0 to 3"),
@@ -554,10 +554,10 @@ def test_sampling_is_uniform():
 
 
 def test_fingerprints_agree_to_rounding_only():
-    check_derived([1.0, 2.0 + 1e-6], DERIVED)
+    check_fingerprint([1.0, 2.0 + 1e-6], FINGERPRINT)
     for other in ([1.0], [1.0, 2.01], [1.0, math.nan]):
         with pytest.raises(ValueError, match="its bases have fingerprint"):
-            check_derived(other, DERIVED)
+            check_fingerprint(other, FINGERPRINT)
 
 
 def test_an_impossible_next_state_is_discarded_and_the_run_continues(monkeypatch, caplog):

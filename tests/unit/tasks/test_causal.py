@@ -188,7 +188,7 @@ def test_perplexity_is_by_token_for_any_batches(folder):
     encoded = causal.encode(talks())
 
     model: Any = SimpleNamespace(
-        device=torch.device("cpu"), captured_evaluation=None, network=network
+        device=torch.device("cpu"), evaluation_graphs=None, network=network
     )
     network.requires_grad_(False)
     alone = [causal.collate(encoded.take(np.array([n]))) for n in range(6)]

@@ -17,10 +17,15 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.training.bundled import read_backbone, read_backbone_config
 from ravan_flwr.training.device import pick_device
-from ravan_flwr.training.local_steps import calibrate_locally, evaluate_all, train_locally
+from ravan_flwr.training.local_steps import (
+    ClientWork,
+    calibrate_locally,
+    evaluate_all,
+    train_locally,
+)
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_fingerprint, build_network
-from ravan_flwr.training.step import LocalSteps, pull_back
+from ravan_flwr.training.step import TrainingSettings, pull_back
 from scripts.pretrain_digits_vit import encode_backbone
 from tests.short_runs import same_bits
 from tests.support.tiny import save_model
@@ -41,15 +46,14 @@ def snapshot(model):
 
 def train(shared, fraction=1.0, round_number=1, client=0, steps=2, state=None, **changes):
     settings = {"number": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
-    return train_locally(
-        shared.model,
-        shared.task,
+    work = ClientWork(
         shared.partition(client, 4).train,
         state or shared.model.initial_state(),
         fraction,
-        LocalSteps(**settings | changes),
+        TrainingSettings(**settings | changes),
         ClientRound(5, round_number, client),
     )
+    return train_locally(shared.model, shared.task, work)
 
 
 def test_the_batch_for_scoring_heads_is_no_training_step(monkeypatch):
@@ -115,9 +119,10 @@ def test_all_parameters_are_restored_after_a_client(method, classifier):
         spoil(shared.model)
     assert same_bits(before, snapshot(shared.model))
     if shared.model.method.calibration is not None:
-        steps = LocalSteps(2, 8, 0.01, "float32")
-        work = shared.model, shared.task, shared.partition(0, 4).train
-        calibrate_locally(*work, shared.model.initial_state(), steps, ClientRound(5, 0, 0))
+        settings = TrainingSettings(2, 8, 0.01, "float32")
+        examples, state = shared.partition(0, 4).train, shared.model.initial_state()
+        work = ClientWork(examples, state, 1.0, settings, ClientRound(5, 0, 0))
+        calibrate_locally(shared.model, shared.task, work)
         assert same_bits(before, snapshot(shared.model))
     again = train(shared)
     assert same_bits(alone.upload, again.upload)
@@ -132,11 +137,11 @@ def test_fixed_tensors_of_another_hash_are_refused():
     fixed = {"B": B, "A": torch.ones(size - len(B))}
     with pytest.raises(ValueError, match="fixed tensors have hash [0-9a-f]{16}, expected 0; the"):
         model.load_fixed(fixed, "0")
-    assert model.derived == model.seed_fingerprint
+    assert model.fingerprint == model.seed_fingerprint
     model.load_fixed(fixed)
-    assert (back := model.derived) != model.seed_fingerprint
+    assert (back := model.fingerprint) != model.seed_fingerprint
     model.load_fixed(fixed, checksum(fixed))
-    assert model.derived is back  # it has these tensors: nothing is recomputed
+    assert model.fingerprint is back  # it has these tensors: nothing is recomputed
 
 
 def test_the_proximal_gradient_equals_that_of_its_loss(shared):

@@ -13,10 +13,10 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import captured
-from ravan_flwr.training.captured import CapturedClient, CapturedSteps, FixedState
-from ravan_flwr.training.local_steps import evaluate_all, train_locally
+from ravan_flwr.training.captured import CapturedStep, FixedTensors, GraphCache
+from ravan_flwr.training.local_steps import ClientWork, evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps, Step
+from ravan_flwr.training.step import OptimizerStep, TrainingSettings
 from tests.short_runs import same_bits
 from tests.support.recorder import Recorder
 from tests.support.tiny import ARCHITECTURES, OF_DECODERS, save_data, save_model, save_speaker
@@ -34,7 +34,7 @@ def test_replayed_steps_upload_the_bits_of_eager_ones(name):
     assert okay, line
 
 
-ADOPT = FixedState.adopt
+ADOPT = FixedTensors.adopt
 
 
 def without_moving(state, network, step):
@@ -55,8 +55,8 @@ def with_the_first_rate(state, network, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [without_moving, with_the_first_rate])
 def test_a_wrong_replay_is_noticed(mutant, monkeypatch):
-    monkeypatch.setattr(FixedState, "adopt", mutant)
-    monkeypatch.setattr(CapturedClient, "finish", lambda client: client.step.skipped)
+    monkeypatch.setattr(FixedTensors, "adopt", mutant)
+    monkeypatch.setattr(CapturedStep, "finish", lambda client: client.step.skipped)
     okay, line = check_method({"method": "fedit"}, "cpu", Recorder())
     assert not okay
     assert "same bits: False" in line
@@ -68,11 +68,11 @@ def loaded():
 
 
 def upload(loaded, client=0, **options):
-    steps = LocalSteps(**STEPS | options)
+    steps = TrainingSettings(**STEPS | options)
     examples = loaded.partition(client, 40).train
     state = loaded.model.initial_state()
-    work = ClientRound(0, 1, client)
-    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
+    work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, client))
+    return train_locally(loaded.model, loaded.task, work)
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -84,7 +84,7 @@ def test_a_step_that_cannot_be_captured_is_computed_eagerly(loaded, after, caplo
 
     expected, failing = upload(loaded), Recorder()
     monkeypatch.setattr(Recorder, "__call__", lambda _, run: fail(run))
-    loaded.model.captured = CapturedSteps(failing)
+    loaded.model.training_graphs = GraphCache(failing)
     with caplog.at_level(logging.INFO, "ravan_flwr"):
         results = [upload(loaded), upload(loaded)]
     for result in results:
@@ -104,9 +104,9 @@ def test_a_step_that_reads_a_value_is_not_captured(loaded, monkeypatch):
 
     monkeypatch.setattr(type(loaded.task), "logits", looking)
     expected = upload(loaded)
-    loaded.model.captured = CapturedSteps(Recorder())
+    loaded.model.training_graphs = GraphCache(Recorder())
     assert torch.equal(upload(loaded).upload["H"], expected.upload["H"])
-    (state,) = loaded.model.captured.states.values()
+    (state,) = loaded.model.training_graphs.fixed_tensors.values()
     assert [*state.graphs.values()] == [None]
 
 
@@ -114,7 +114,7 @@ def test_one_graph_serves_clients_with_other_rates_and_batches(loaded):
     recorder = Recorder()
     options = [{}, {"learning_rate": 0.003}, {"learning_rate": 0.001, "number": 7}]
     expected = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
-    loaded.model.captured = CapturedSteps(recorder)
+    loaded.model.training_graphs = GraphCache(recorder)
     results = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
     assert recorder.recordings == 1
     for one, other in zip(results, expected, strict=True):
@@ -126,14 +126,14 @@ def test_further_shapes_are_computed_eagerly(loaded, monkeypatch):
     recorder = Recorder()
     sizes = [4, 6, 8, 10]
     expected = [upload(loaded, batch_size=size) for size in sizes]
-    loaded.model.captured = CapturedSteps(recorder)
+    loaded.model.training_graphs = GraphCache(recorder)
     for size, other in zip(sizes * 2, expected * 2, strict=True):
         assert torch.equal(upload(loaded, batch_size=size).upload["H"], other.upload["H"])
     assert recorder.recordings == 2
 
 
 def test_a_tensor_that_moves_while_a_client_trains_is_an_error(loaded, monkeypatch):
-    loaded.model.captured = CapturedSteps(Recorder())
+    loaded.model.training_graphs = GraphCache(Recorder())
     upload(loaded)
     logits = type(loaded.task).logits
 
@@ -156,8 +156,8 @@ def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
     for slower in (True, False):
         recorder = Recorder()
         recorder.compares = True
-        loaded.model.captured = CapturedSteps(recorder)
-        times = {Step: 1.0, captured.Graph: 2.0 if slower else 0.5}
+        loaded.model.training_graphs = GraphCache(recorder)
+        times = {OptimizerStep: 1.0, captured.Graph: 2.0 if slower else 0.5}
         with monkeypatch.context() as patch:
             for kind, seconds in times.items():
 
@@ -169,13 +169,13 @@ def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
             results = [upload(loaded, n, number=9, batch_size=8) for n in range(3)]
         for one, other in zip(results, expected, strict=True):
             assert torch.equal(one.upload["H"], other.upload["H"])
-        (state,) = loaded.model.captured.states.values()
+        (state,) = loaded.model.training_graphs.fixed_tensors.values()
         assert (None in state.graphs.values()) is slower
 
 
 def test_a_model_is_as_before_after_captured_clients(loaded):
     before = {name: tensor.clone() for name, tensor in loaded.model.network.state_dict().items()}
-    loaded.model.captured = CapturedSteps(Recorder())
+    loaded.model.training_graphs = GraphCache(Recorder())
     upload(loaded)
     assert same_bits(before, loaded.model.network.state_dict())
 
@@ -197,17 +197,18 @@ def test_padded_texts_are_captured_in_few_lengths(preset, tmp_path):
         "micro-batch-size": 4,
     }  # fmt: skip
     loaded = ModelAndData(read_config(config | ({"glue-task": task} if task else {})))
-    results, captured_steps = [], CapturedSteps(Recorder())
+    results, captured_steps = [], GraphCache(Recorder())
     for is_captured in (False, True):
         if is_captured:
-            loaded.model.captured, loaded.task.multiple = captured_steps, 16
-        steps = LocalSteps(8, 4, 0.01, "float32")
+            loaded.model.training_graphs, loaded.task.multiple = captured_steps, 16
+        steps = TrainingSettings(8, 4, 0.01, "float32")
         state = {name: t + 0.01 for name, t in loaded.model.initial_state().items()}
-        examples, work = loaded.partition(0, 2).train, ClientRound(0, 1, 0)
-        results.append(train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work))
+        examples = loaded.partition(0, 2).train
+        work = ClientWork(examples, state, 1.0, steps, ClientRound(0, 1, 0))
+        results.append(train_locally(loaded.model, loaded.task, work))
     eager, replayed = results
     assert replayed.train_loss == pytest.approx(eager.train_loss, rel=1e-4)
-    (fixed,) = captured_steps.states.values()
+    (fixed,) = captured_steps.fixed_tensors.values()
     assert None not in fixed.graphs.values()
     assert 1 <= len(fixed.graphs) <= 6
     for name, tensor in eager.upload.items():
@@ -226,23 +227,22 @@ def test_captured_evaluations_have_the_metrics_of_eager_ones(settings):
     examples = loaded.partition(0, 4).train
     for recorder in (None, Recorder(), None):
         model, found, state = loaded.model, [], loaded.model.initial_state()
-        model.captured = model.captured_evaluation = None
-        evaluations = CapturedSteps(recorder or Recorder(), at_first=False)
+        model.training_graphs = model.evaluation_graphs = None
+        evaluations = GraphCache(recorder or Recorder(), at_first=False)
         if recorder is not None:
-            model.captured, model.captured_evaluation = CapturedSteps(recorder), evaluations
+            model.training_graphs, model.evaluation_graphs = GraphCache(recorder), evaluations
         for number in (1, 2, 3, 4):
-            steps = LocalSteps(2, 16, 0.01, loaded.config.precision)
+            steps = TrainingSettings(2, 16, 0.01, loaded.config.precision)
             fraction = 0.5 if number % 2 and model.method.budget_units else 1.0
-            train_locally(
-                model, loaded.task, examples, state, fraction, steps, ClientRound(0, number, 0)
-            )
+            work = ClientWork(examples, state, fraction, steps, ClientRound(0, number, 0))
+            train_locally(model, loaded.task, work)
             state = {n: t + 0.02 if t.is_floating_point() else t for n, t in state.items()}
             with model.holding(state):
                 found.append(evaluate_all(
                     model, loaded.task, {"data": examples}, 40, loaded.config.precision
                 ))  # fmt: skip
         measured.append(found)
-        graphs = [graph for s in evaluations.states.values() for graph in s.graphs.values()]
+        graphs = [graph for s in evaluations.fixed_tensors.values() for graph in s.graphs.values()]
         assert bool(graphs) is (recorder is not None)
         assert None not in graphs
     assert measured[0] == measured[1] == measured[2]

@@ -17,11 +17,11 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import encoded_as_it_is
 from ravan_flwr.training import model_and_data
 from ravan_flwr.training.cost import footprint, step_memory
-from ravan_flwr.training.local_steps import Stepper
+from ravan_flwr.training.local_steps import ClientWork, TrainingLoop
 from ravan_flwr.training.machine import Gpu
 from ravan_flwr.training.model_and_data import ModelAndData, make_method
 from ravan_flwr.training.network import backbone_dtype, captures_steps
-from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.step import TrainingSettings
 from tests.support.tiny import save_data, save_model
 
 WORK = ClientRound(0, 1, 0)
@@ -36,11 +36,12 @@ def gradients(loaded, precision):
         name: tensor + 0.01 * torch.randn(tensor.shape, generator=random)
         for name, tensor in model.initial_state().items()
     }
-    steps = LocalSteps(1, 8, 0.1, precision)
-    stepper = Stepper(model, loaded.task, loaded.partition(0, 4).train, steps, WORK)
+    steps = TrainingSettings(1, 8, 0.1, precision)
+    work = ClientWork(loaded.partition(0, 4).train, state, 0.5, steps, WORK)
+    loop = TrainingLoop(model, loaded.task, work)
     with model.holding(state):
-        model.method.choose(model.adapters, 0.5, WORK.generator("heads"), stepper.measure)
-        stepper.backward()
+        model.method.choose(model.adapters, 0.5, WORK.generator("heads"), loop.measure)
+        loop.backward()
         return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
 
 

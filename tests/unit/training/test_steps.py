@@ -14,9 +14,10 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
+    ClientWork,
     dropout_from,
     learning_rate_in_round,
-    plan_steps,
+    make_training_settings,
     read_batches,
     train_locally,
 )
@@ -32,8 +33,8 @@ def trained(loaded, **changes):
     config = read_config(QUICK | changes)
     examples = loaded.partition(0, 5).train
     state = loaded.model.initial_state()
-    steps = plan_steps(config, 1, len(examples))
-    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, WORK)
+    steps = make_training_settings(config, 1, len(examples))
+    return train_locally(loaded.model, loaded.task, ClientWork(examples, state, 1.0, steps, WORK))
 
 
 @pytest.fixture(scope="module")

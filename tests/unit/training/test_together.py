@@ -11,11 +11,11 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.base import split_classifier
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.captured import CapturedSteps
-from ravan_flwr.training.local_steps import Stepper, train_locally
+from ravan_flwr.training.captured import GraphCache
+from ravan_flwr.training.local_steps import ClientWork, TrainingLoop, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import LocalSteps, Step
-from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
+from ravan_flwr.training.step import OptimizerStep, TrainingSettings
+from ravan_flwr.training.together import reason_for_one_by_one, train_together
 from tests.short_runs import records_of, run, same_bits
 from tests.support.recorder import Recorder
 
@@ -38,7 +38,7 @@ def works(loaded, number=3, fraction=1.0, **options):
         for name, tensor in loaded.model.initial_state().items()
     }
     own, classifier = split_classifier(state)
-    steps = LocalSteps(**STEPS | options)
+    steps = TrainingSettings(**STEPS | options)
     clients = []
     for client in range(number):
         examples = loaded.partition(client, 40).train
@@ -55,12 +55,7 @@ def in_one_pass(loaded, clients):
 
 
 def one_by_one(loaded, clients):
-    return [
-        train_locally(
-            loaded.model, loaded.task, c.examples, c.broadcast, c.fraction, c.steps, c.client_round
-        )
-        for c in clients
-    ]
+    return [train_locally(loaded.model, loaded.task, client) for client in clients]
 
 
 def distance(results, expected):
@@ -82,7 +77,7 @@ def test_uploads_and_losses_are_those_of_single_clients(method, classifier, frac
     loaded = made(method, classifier=classifier)
     clients = works(loaded, fraction=fraction)
     expected = one_by_one(loaded, clients)
-    loaded.model.captured = CapturedSteps(Recorder()) if captured else None
+    loaded.model.training_graphs = GraphCache(Recorder()) if captured else None
     results = in_one_pass(loaded, clients)
     # Adam magnifies the rounding of gradients near zero.
     assert distance(results, expected) < 1e-4
@@ -91,7 +86,7 @@ def test_uploads_and_losses_are_those_of_single_clients(method, classifier, frac
         assert one.train_loss == pytest.approx(other.train_loss, rel=1e-5)
         if "heads" in one.upload:
             assert torch.equal(one.upload["heads"], other.upload["heads"])
-    loaded.model.captured = None
+    loaded.model.training_graphs = None
     again = one_by_one(loaded, clients)
     for one, other in zip(again, expected, strict=True):
         assert same_bits(one.upload, other.upload)
@@ -109,18 +104,18 @@ def test_gradients_are_those_of_single_clients(method, monkeypatch):
     def keep(step):
         found.append([p.grad.detach().clone().view(step.clients, -1) for p in step.parameters])
 
-    monkeypatch.setattr(Step, "_clip", keep)
+    monkeypatch.setattr(OptimizerStep, "_clip", keep)
     clients = works(loaded, number=3, max_gradient_norm=1.0)
     train_together(model, loaded.task, clients)
     joint = found[0]
     for place, client in enumerate(clients):
-        stepper = Stepper(model, loaded.task, client.examples, client.steps, client.client_round)
+        loop = TrainingLoop(model, loaded.task, client)
         with model.holding(client.broadcast):
             model.method.choose(
-                model.adapters, 1.0, client.client_round.generator("heads"), stepper.measure
+                model.adapters, 1.0, client.client_round.generator("heads"), loop.measure
             )
             parameters = model.parameters()
-            stepper.backward()
+            loop.backward()
             gradients = [parameter.grad.flatten() for parameter in parameters]
         for one, other in zip(joint, gradients, strict=True):
             assert float((one[place] - other).norm()) <= 3e-6 * max(1.0, float(other.norm()))
@@ -162,7 +157,9 @@ def test_clients_with_other_settings_or_shapes_train_alone():
 )
 def test_reasons_to_train_one_by_one(settings, part):
     loaded = made(**settings)
-    steps = LocalSteps(1, 8, 0.1, "float32", micro_batch_size=settings.get("micro_batch_size"))
+    steps = TrainingSettings(
+        1, 8, 0.1, "float32", micro_batch_size=settings.get("micro_batch_size")
+    )
     reason = reason_for_one_by_one(loaded.model, loaded.task, steps)
     assert part in reason
     assert bool(reason) == bool(part)

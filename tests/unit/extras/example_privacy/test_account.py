@@ -192,7 +192,7 @@ def test_a_round_is_in_the_nodes_state_before_its_training_begins(send_request, 
 def test_a_reply_has_no_loss_and_no_number_of_examples(send_request):
     ask, context, loaded = send_request
     reply = ask()
-    assert set(reply.metric_records["metrics"]) == {"round", "derived", "recounted"}
+    assert set(reply.metric_records["metrics"]) == {"round", "fingerprint", "recounted"}
     assert set(reply.array_records["arrays"]) == set(loaded.model.upload(loaded.model.method))
     assert all(isinstance(array, Array) for array in reply.array_records["arrays"].values())
     assert rounds_in(context) == 1

@@ -13,7 +13,7 @@ from ravan_flwr.extras.example_privacy import gradients as example_gradients
 from ravan_flwr.extras.example_privacy import steps as private_steps
 from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.extras.example_privacy.steps import (
-    PrivateStepper,
+    PrivateTrainingLoop,
     encode_each,
     sampling_rate,
     train_privately,
@@ -21,7 +21,8 @@ from ravan_flwr.extras.example_privacy.steps import (
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training.local_steps import dropout_from, plan_steps
+from ravan_flwr.training import local_steps
+from ravan_flwr.training.local_steps import ClientWork, dropout_from, make_training_settings
 from ravan_flwr.training.model_and_data import ModelAndData
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
@@ -42,8 +43,9 @@ def loaded():
 
 def trained(loaded, noise, rows=64, fraction=1.0):
     examples = loaded.partition(3, 20).train.select(np.arange(rows))
-    steps, state = plan_steps(loaded.config, 1, rows), loaded.model.initial_state()
-    return train_privately(loaded.model, loaded.task, examples, state, fraction, steps, WORK, noise)
+    steps, state = make_training_settings(loaded.config, 1, rows), loaded.model.initial_state()
+    work = ClientWork(examples, state, fraction, steps, WORK)
+    return train_privately(loaded.model, loaded.task, work, noise)
 
 
 def all_rows(number, _):
@@ -69,13 +71,12 @@ def assert_close(found, expected, rtol=1e-3, atol=1e-7):
 def gradients_of_step(loaded, noise, **settings):
     config = loaded_of(**settings).config if settings else loaded.config
     examples = loaded.partition(3, 20).train.select(np.arange(48))
-    stepper = PrivateStepper(
-        loaded.model, loaded.task, examples, plan_steps(config, 1, 48), WORK, noise
-    )
+    work = ClientWork(examples, {}, 1.0, make_training_settings(config, 1, 48), WORK)
+    loop = PrivateTrainingLoop(loaded.model, loaded.task, work, noise)
     with moved(loaded) as parameters:
-        stepper.train(parameters[:0])  # no update
-        stepper.steps = plan_steps(read_config({"local-steps": 1}), 1, 48)
-        stepper.train(parameters)
+        loop.train(parameters[:0])  # no update
+        loop.settings = make_training_settings(read_config({"local-steps": 1}), 1, 48)
+        loop.train(parameters)
         return [parameter.grad.clone() for parameter in parameters]
 
 
@@ -182,15 +183,16 @@ def test_clipping_bounds_the_gradient(loaded, draw_all):
 
 def test_drawn_examples_do_not_depend_on_the_seed(loaded):
     examples = loaded.partition(3, 20).train
-    steps = plan_steps(loaded.config, 1, len(examples))
+    steps = make_training_settings(loaded.config, 1, len(examples))
     orders = []
     for _ in range(2):
-        stepper = PrivateStepper(loaded.model, loaded.task, examples, steps, WORK, QUIET)
-        order = stepper.draw_batches(WORK)
+        work = ClientWork(examples, {}, 1.0, steps, WORK)
+        loop = PrivateTrainingLoop(loaded.model, loaded.task, work, QUIET)
+        order = loop.draw_batches()
         orders.append([next(order).tolist() for _ in range(20)])
     assert orders[0] != orders[1]
     assert len({len(rows) for rows in orders[0]}) > 3  # Poisson sampling: batches differ in size
-    assert stepper.rate == 32 / len(examples)
+    assert loop.rate == 32 / len(examples)
 
 
 def test_noise_does_not_depend_on_the_seed(loaded, monkeypatch):
@@ -211,7 +213,7 @@ def test_dropout_is_not_seeded(loaded, monkeypatch):
         seeds.append(number)
         return dropout_from(number, device)
 
-    monkeypatch.setattr(private_steps, "dropout_from", recording)
+    monkeypatch.setattr(local_steps, "dropout_from", recording)
     trained(loaded, QUIET, rows=4)
     trained(loaded, QUIET, rows=4)
     assert seeds[0] != seeds[1]
