@@ -182,6 +182,7 @@ class FederatedTuning(Strategy):
         self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
+        self.callbacks.on_recruited()
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if self.method.calibration is not None and self.message_builder.fixed is None:
             arrays, _ = self._train(0, arrays, grid)
