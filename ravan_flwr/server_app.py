@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
@@ -53,7 +53,7 @@ from ravan_flwr.server.user_messages import (
     report_result,
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
-from ravan_flwr.specs import RESULT_FOLDERS
+from ravan_flwr.specs import RESULT_FOLDERS, Scalar
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 
@@ -101,7 +101,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
     with ExitStack() as stack:
         if earlier is not None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
-            stack.enter_context(logging_to(earlier.path))
+            release_log = stack.enter_context(logging_to(earlier.path, held=True))
         loaded = get_model_and_data(config)
         if earlier is None and loaded.model.is_calibrated:  # by an earlier run of this process
             get_model_and_data.cache_clear()
@@ -121,7 +121,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             name = run_name(config, context.run_config, number)
             directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))
-            stack.enter_context(logging_to(directory.path))
+            release_log = stack.enter_context(logging_to(directory.path))
         else:
             directory = earlier
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
@@ -138,17 +138,41 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_float32(loaded, config)
         for message in without_effect(context.run_config):
             log.warning("%s", message)
-        with _recording_failure(directory):
-            directory.write_settings(context.run_config)
-            directory.write_config(config)
-            _run_rounds(grid, loaded, config, directory, start, user_callbacks)
+        beginning = _Beginning(directory, config, context.run_config, release_log)
+        with _recording_failure(beginning):
+            if earlier is None:
+                beginning.on_recruited()
+            _run_rounds(grid, loaded, config, start, user_callbacks, beginning)
+
+
+@dataclasses.dataclass
+class _Beginning:
+    """Write the settings when a run begins: a resumed one when its clients are accepted.
+
+    Before that, nothing of the resumed run is changed, since the clients may not fit it.
+    """
+
+    directory: RunDirectory
+    config: Config
+    run_config: Mapping[str, Scalar]
+    release_log: Callable[[], None]
+    begun: bool = False
+
+    def on_recruited(self) -> None:
+        if self.begun:
+            return
+        self.begun = True
+        self.release_log()
+        (self.directory.path / "failure.json").unlink(missing_ok=True)  # written before the resume
+        self.directory.write_settings(self.run_config)
+        self.directory.write_config(self.config)
 
 
 @contextmanager
-def _recording_failure(directory: RunDirectory) -> Iterator[None]:
-    """Write the reason of a failure to `failure.json`; log the run directory."""
+def _recording_failure(beginning: _Beginning) -> Iterator[None]:
+    """Write the reason of a failure to `failure.json` if the run has begun; log its directory."""
+    directory = beginning.directory
     try:
-        (directory.path / "failure.json").unlink(missing_ok=True)  # written before the resume
         yield
     except (Exception, RunNotRunningException) as error:
         failure: Exception | RunNotRunningException = error
@@ -161,7 +185,9 @@ def _recording_failure(directory: RunDirectory) -> Iterator[None]:
         elif isinstance(error, OSError) and is_write_error(error, directory.path):
             failure = OSError(write_error_message(error, directory.path))
         with suppress(OSError):  # the disk itself may be what failed
-            directory.write_json("failure.json", {"error": f"{type(failure).__name__}: {failure}"})
+            if beginning.begun:
+                content = {"error": f"{type(failure).__name__}: {failure}"}
+                directory.write_json("failure.json", content)
         log.info("run directory: %s", directory.path)
         if failure is error:
             raise
@@ -172,10 +198,11 @@ def _recording_failure(directory: RunDirectory) -> Iterator[None]:
 
 
 def _run_rounds(
-    grid: Any, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
-    user_callbacks: Callbacks,
+    grid: Any, loaded: ModelAndData, config: Config, start: ResumePoint, user_callbacks: Callbacks,
+    beginning: _Beginning,
 ) -> None:  # fmt: skip
     """Run the rounds with the strategy; write summary, result and report."""
+    directory = beginning.directory
     metric, budget = loaded.task.metric, release_class(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, loaded, start, privacy=privacy)
@@ -191,7 +218,7 @@ def _run_rounds(
         recorder = RunRecorder(
             directory, loaded, progress, trackers, start, strategy, personal_states
         )
-        strategy.callbacks.all.append(recorder)
+        strategy.callbacks.all += [beginning, recorder]
         if config.deliver:
             arguments = (config, registry, strategy.federation.message_builder)
             delivery = load(DELIVER_AT_END)(grid, *arguments, directory, start.state)

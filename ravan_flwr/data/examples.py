@@ -200,8 +200,8 @@ def _warn_of_places(where: str, first: str) -> None:
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
     """Return the index of each example's label in `labels`.
 
-    Texts and numbered classes are looked up by name, and so are whole numbers if one of them is a
-    name in `labels`. Otherwise they are the indices, and must be in range.
+    Texts, booleans and numbered classes are looked up by name, and so are whole numbers if one of
+    them is a name in `labels`. Otherwise they are the indices, and must be in range.
     """
     feature = examples.features["label"]
     if not isinstance(feature, datasets.Value | datasets.ClassLabel):
@@ -216,6 +216,8 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         )
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
+    elif feature.dtype == "bool":  # no indices, although True == 1
+        column = [name if (name := str(value)) in labels else name.lower() for value in column]
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):
         column = [str(value) for value in column]
     if column and isinstance(column[0], int):

@@ -218,8 +218,8 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 def read_columns(path: Path) -> dict[str, type]:
     """Return the columns of a table that `read_rows` reads, with the type of their values.
 
-    A column of JSON lines is one that the first object has. Images, bytes and nested values of
-    parquet are left out.
+    A column of JSON lines is one that any object has, so the whole file is read. Images, bytes and
+    nested values of parquet are left out.
     """
     if path.suffix.lower() == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -228,7 +228,7 @@ def read_columns(path: Path) -> dict[str, type]:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             return dict.fromkeys(next(_fields(path, file), []), str)
     rows = (row.cells for row in _TABLES[".jsonl"](path, {}) if row is not None)
-    return dict.fromkeys(next(filter(None, rows), {}), str)
+    return dict.fromkeys((name for cells in rows for name in cells), str)
 
 
 def _plain_columns(schema: pa.Schema) -> dict[str, type]:

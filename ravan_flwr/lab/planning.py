@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from ravan_flwr.lab.choosing import candidates, choose, list_runs, table_runs, unique_runs
 from ravan_flwr.lab.results import Results
-from ravan_flwr.lab.running import ROUND_LINE, Children, RunOptions
+from ravan_flwr.lab.running import ROUND_LINE, Children, RunOptions, check_missing
 from ravan_flwr.lab.spec import PlannedRun, Study, Table, read_study
 from ravan_flwr.lab.tables import Page
 from ravan_flwr.runs.console import count, minutes
@@ -41,6 +41,7 @@ def plan_study(
     log.info("%s: %s, %d of them done", study.title, count(len(runs), "run"), len(runs) - len(left))
     if not left:
         return
+    check_missing(study, results)
     seconds, number = 0.0, len(left)
     for title, of_table in tables.items():
         todo = [run for run in of_table if left.pop(run.name, None)]  # not in a table above

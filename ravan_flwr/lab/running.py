@@ -18,6 +18,8 @@ from typing import IO, cast
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import as_key_values
+from ravan_flwr.config.presets import with_preset_path
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.lab.choosing import candidates, table_runs, unique_runs
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.spec import PlannedRun, Study, read_study
@@ -82,6 +84,7 @@ def run_study(
     results = Results(folder, result_page.record if result_page else None)
     if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
+        check_missing(study, results)
         run_missing(study, results, RunOptions(engine, jobs, clients_per_gpu))
     runs = unique_runs([*candidates(study, results), *table_runs(study, results)])
     missing = [run for run in runs if results.of(run) is None]
@@ -99,6 +102,28 @@ def run_study(
         result_page.write(results)
         log.info("page: %s, with its numbers in %s", result_page.path, result_page.folder)
     return not failed
+
+
+def check_missing(study: Study, results: Results) -> None:
+    """Raise ValueError if the settings of a missing run do not fit its model or its data."""
+    rows: dict[tuple[object, ...], PlannedRun] = {}  # one run of each row: seeds change no shape
+    for run in [*candidates(study, results), *table_runs(study, results)]:
+        if results.of(run) is None:
+            settings = dict(run.settings) | dict(run.overrides) | {"seed": 0}
+            rows.setdefault((run.num_clients, *sorted(settings.items())), run)
+    if not rows:
+        return
+    from ravan_flwr.server.stop_conditions import check_limits  # noqa: PLC0415 (imports torch)
+    from ravan_flwr.training.clients import number_of_clients  # noqa: PLC0415
+    from ravan_flwr.training.cost import Skeleton  # noqa: PLC0415
+
+    for run in rows.values():
+        try:
+            config = read_config(with_preset_path(dict(run.settings) | dict(run.overrides)))
+            number_of_clients(config, run.num_clients)
+            check_limits(config, Skeleton(config).task.metric, [])
+        except ValueError as error:
+            raise ValueError(f"study: {run}: {error}") from None
 
 
 def run_missing(study: Study, results: Results, options: RunOptions) -> None:
@@ -120,17 +145,12 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
-            _run(todo, results, options, table.metric if list_of is table_runs else "")
+            _run(todo, results, options)
             attempted |= set(todo)
 
 
-def _run(
-    todo: Sequence[PlannedRun], results: Results, options: RunOptions, metric: str = ""
-) -> None:
-    """Run these runs, and log after each round and run the estimated time left.
-
-    Raise ValueError after the first run that did not measure `metric`.
-    """
+def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
+    """Run these runs, and log after each round and run the estimated time left."""
     environment = options.environment()
     gpu_slots: SimpleQueue[dict[str, str]] = SimpleQueue()
     for gpu_slot in assign_gpus(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
@@ -160,10 +180,8 @@ def _run(
         for number, future in enumerate(as_completed(waiting), start=1):
             run, last_line = waiting[future], future.result()
             left = minutes(clock.end(run))
-            if (result := results.of(run)) is None:
+            if results.of(run) is None:
                 results.add_failure(run, last_line)
-            elif metric and not result.missed_target(metric):
-                result.value(metric)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, names[run], last_line)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # start no further run

@@ -55,6 +55,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from ravan_flwr.config.key import did_you_mean
 from ravan_flwr.config.keys import (
     KEYS,
     NOT_OF_RESULT,
@@ -70,7 +71,7 @@ from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar, join_list
-from ravan_flwr.tasks import TIME
+from ravan_flwr.tasks import TASKS, TIME
 
 RATE = "learning-rate"  # the key that a table chooses, unless it names another
 MIN_SEEDS = 3  # for an interval; of two values it is 13 times as wide as their distance
@@ -351,6 +352,14 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
     return Study(content.title, tables)
 
 
+def _metrics(config: Config) -> list[str]:
+    """Return the metrics that a run measures; the server has one more of each for a test set."""
+    names, tests = [*TASKS[config.task].metrics], [name for name, _ in config.data.tests]
+    if config.evaluate_on == "server" and len(tests) > 1:
+        names += [f"{name}-{test}" for name in names for test in tests]
+    return names + [TIME] * (config.devices is not None)
+
+
 class _TableReader:
     """Read one table of a study file; `earlier` are the tables above it."""
 
@@ -393,11 +402,15 @@ class _TableReader:
             against not in table.contrasts,
             f"contrasts has {against!r}, expected other rows: contrasts are to it; take it away",
         )
+        for option, names in (("contrasts", table.contrasts), ("references", table.references)):
+            problem = f"{option} = {names}: expected each row once; take the others away"
+            self._require(len({*names}) == len(names), problem)
         timeless = [name for name, config in self.configs.items() if config.devices is None]
         self._require(
             table.metric != TIME or not timeless,
             f"metric = {TIME!r}: rows {timeless} have no simulated time; set devices",
         )
+        self._check_metric()
         self._check_choices(rows)
         self._check_evaluation()
         self._check_last("compare-last", table.compare_last, max)
@@ -503,6 +516,17 @@ class _TableReader:
                 f"{list(self.configs)}; rename a row",
             )
         return base
+
+    def _check_metric(self) -> None:
+        """Raise ValueError unless the runs of every row will measure the table's metric."""
+        metric = self.table.metric
+        for name, config in self.configs.items():
+            measured = _metrics(config)
+            self._require(
+                not metric or metric in measured,
+                f"metric = {metric!r}: row {name!r} measures {', '.join(measured)}, expected "
+                f"one of these{did_you_mean(metric, measured)} Correct it",
+            )
 
     def _check_evaluation(self) -> None:
         """Raise ValueError if a personalised row and the others are not comparable."""

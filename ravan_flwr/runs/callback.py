@@ -64,6 +64,10 @@ class Callbacks(Callback):
     def on_run_begin(self) -> None:
         self._call("on_run_begin")
 
+    def on_recruited(self) -> None:
+        """Call the app's own callbacks: the clients are accepted, and the first round follows."""
+        self._call("on_recruited")
+
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         self._call("on_round_end", record, state)
 

@@ -7,8 +7,9 @@ timestamps, above the progress bar if there is one.
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -211,21 +212,35 @@ class _Appending(logging.FileHandler):
 
 
 @contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    """Append the package's log lines to the folder's log file within the block."""
+def logging_to(folder: Path, *, held: bool = False) -> Iterator[Callable[[], None]]:
+    """Append the package's log lines to the folder's log file within the block.
+
+    With `held`, lines are kept back until the function that is yielded is called.
+    """
     try:
         if (folder / LOG_FILE).exists():
             check_file(folder / LOG_FILE)
         # Text can contain lone surrogates, which UTF-8 cannot encode.
-        handler = _Appending(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+        handler = _Appending(
+            folder / LOG_FILE, encoding="utf-8", errors="backslashreplace", delay=held
+        )
     except (OSError, ValueError) as error:
         log.warning("no log file: %s", error)
-        yield
+        yield lambda: None
         return
     handler.setFormatter(_LOG_FORMAT)
-    log.addHandler(handler)
+    buffer = MemoryHandler(sys.maxsize, sys.maxsize, handler, flushOnClose=False)
+
+    def release() -> None:
+        buffer.flushLevel = 0  # every line is written at once
+        buffer.flush()
+
+    if not held:
+        release()
+    log.addHandler(buffer)
     try:
-        yield
+        yield release
     finally:
-        log.removeHandler(handler)
+        log.removeHandler(buffer)
+        buffer.close()
         handler.close()

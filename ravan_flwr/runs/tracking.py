@@ -81,11 +81,16 @@ class Trackers:
     """All trackers of a run; a tracker that fails is dropped with a warning."""
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
-        openers = [] if tracking == "none" else [tensorboard]
+        self._openers = [] if tracking == "none" else [tensorboard]
+        self._openers += [TRACKERS[tracking]] if tracking in TRACKERS else []
+        self._arguments = run, run.name, settings
         self._all: dict[str, Tracker] = {}
-        for opener in [*openers, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
+
+    def open(self) -> None:
+        """Start the trackers, when the first round begins."""
+        for opener in self._openers:
             with self._warning(f"no tracking with {opener.__name__}"):
-                self._all[opener.__name__] = opener(run, run.name, settings)
+                self._all[opener.__name__] = opener(*self._arguments)
 
     @contextmanager
     def _warning(self, message: str) -> Iterator[None]:

@@ -41,7 +41,7 @@ class Federation:
         partitions = start.records[-1]["partitions"] if start.records else None
         self.registry = ClientRegistry(config, loaded, partitions)
         self.sampler = Sampler(config, self.method, self.registry, smallest_cohort)
-        self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
+        self.state = ServerState(config, loaded.model.fingerprint, start.state, start.memory)
         self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
         self.trained = start.trained  # partitions that hold personal parameters
         self.clock: Clock = REAL

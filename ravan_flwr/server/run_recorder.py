@@ -56,6 +56,10 @@ class RunRecorder(Callback):
             self.directory.write_rounds(self._earlier)
             self.after = None
 
+    def on_recruited(self) -> None:
+        """Start the trackers."""
+        self.trackers.open()
+
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; log a warning if an evaluation is the first collapsed one."""
         self.drop_later_rounds()

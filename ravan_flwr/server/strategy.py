@@ -109,6 +109,7 @@ class FederatedTuning:
         report_start(config, method, list(map(federation.steps, clients)), eligible)
         if privacy is not None:
             privacy.begin(registry, num_rounds)
+        self.callbacks.on_recruited()
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if method.calibration is not None and fixed is None:
             self._train(0, grid)

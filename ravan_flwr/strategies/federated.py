@@ -27,6 +27,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from torch import nn
 
+from ravan_flwr.config.key import check_choice
+from ravan_flwr.methods.multihead import SCORINGS
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.strategies.client import (
     check_trained,
@@ -83,6 +85,8 @@ def federated(
         A ClientApp for training and, of a Trainer with `eval_dataset`, evaluation. A resumed run
         counts rounds on where `train_config` has `rounds-before`.
     """
+    check_choice("score", score, SCORINGS)
+    check_choice("selection", selection, ("layer", "global"))
     if model is not None and (keep_optimizer or score == "gradient"):
         raise ValueError(
             f"keep_optimizer = {keep_optimizer!r}, score = {score!r}: got a function, expected a "
@@ -132,9 +136,7 @@ class Client:
 
     def train(self, content: RecordDict, context: Context) -> RecordDict:
         """Load, choose, train, collect, restore."""
-        message: Config = {}
-        for record in content.config_records.values():
-            message |= record
+        message = _config(content)
         config = {**context.run_config, **context.node_config, **message}
         loop, state = self.loop(context), context.state.setdefault(STATE, ConfigRecord())
         assert isinstance(state, ConfigRecord)
@@ -147,9 +149,7 @@ class Client:
                 f"keep_optimizer = True: got the budget fraction {fraction!r}, expected 1, since "
                 "other heads are trained in other rounds; leave keep_optimizer out"
             )
-        number = config.get("server-round", 0) + config.get("rounds-before", 0)
-        partition = config.get("partition-id", context.node_id)
-        this_round = ClientRound(loop.seed(config), number, partition)
+        this_round = _round(loop.seed(config), config, context)
         try:
             load_arrays(loop.model, _only(content))
             if fraction != 1:
@@ -178,8 +178,10 @@ class Client:
 
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
         """Load, evaluate, restore."""
+        config = {**context.run_config, **context.node_config, **_config(content)}
         loop = self.loop(context)
         check_trained(loop.model)
+        _seed_everything(_round(loop.seed(config), config, context), "evaluate")
         try:
             load_arrays(loop.model, _only(content))
             metrics = _record(loop.evaluate())
@@ -302,7 +304,8 @@ class TrainerLoop:
                 optimizer = trainer.create_optimizer()
                 kept = torch.load(moments, map_location="cpu", weights_only=True)
                 optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
-            local = trainer.train().training_loss
+            with _counting(trainer) as sizes:
+                local = trainer.train().training_loss
             loss = trainer.accelerator.reduce(torch.tensor(local, device=args.device), "mean")
             if self.keep_optimizer:
                 moments = io.BytesIO()
@@ -314,8 +317,7 @@ class TrainerLoop:
             # Accelerate wraps `forward` for mixed precision, and would wrap it again in each round.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
             vars(self.model).pop("_is_accelerate_prepared", None)  # or the next round is in float32
-            trainer.optimizer = trainer.lr_scheduler = None
-            trainer.args = args
+            trainer.args, trainer.optimizer, trainer.lr_scheduler = args, None, None
         taken, expected = trainer.state.global_step, trainer.state.max_steps
         if taken < 1:
             raise ValueError(
@@ -325,10 +327,11 @@ class TrainerLoop:
         if taken < expected and args.process_index == 0:
             log.warning("round %d: ended after %d of %d steps", this_round.round, taken, expected)
         examples = trainer.train_dataset  # a stream has no length
-        seen = taken * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        seen = torch.tensor(sum(sizes), device=args.device)
         return {
             "train-loss": loss.item(), "steps": taken, "missing-steps": expected - taken,
-            "num-examples": len(examples) if isinstance(examples, Sized) else seen,
+            "num-examples": len(examples) if isinstance(examples, Sized)
+            else int(trainer.accelerator.reduce(seen, "sum")),
         }  # fmt: skip
 
     def evaluate(self) -> Metrics:
@@ -352,6 +355,24 @@ class TrainerLoop:
 
 
 @contextmanager
+def _counting(trainer: Any) -> Iterator[list[int]]:
+    """Yield the numbers of examples of the batches that are trained on: the last may be short."""
+    from transformers.trainer_pt_utils import find_batch_size  # noqa: PLC0415
+
+    step, sizes = trainer.training_step, list[int]()
+
+    def counted_step(model: nn.Module, inputs: Any, *others: Any, **named: Any) -> Any:
+        sizes.append(find_batch_size(inputs) or 0)
+        return step(model, inputs, *others, **named)
+
+    trainer.training_step = counted_step
+    try:
+        yield sizes
+    finally:
+        del trainer.training_step  # of this object; its class has one
+
+
+@contextmanager
 def _same_numbers(model: nn.Module) -> Iterator[None]:
     """Restore the numbers of a model, which an evaluation in bfloat16 or float16 casts for good."""
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
@@ -363,6 +384,17 @@ def _same_numbers(model: nn.Module) -> Iterator[None]:
             parameter.data = numbers
         for module, earlier in buffers:
             module._buffers |= earlier
+
+
+def _config(content: RecordDict) -> Config:
+    """Return the configuration in a message."""
+    return {name: x for record in content.config_records.values() for name, x in record.items()}
+
+
+def _round(seed: int, config: Config, context: Context) -> ClientRound:
+    """Return what the random numbers of a message's work are a function of."""
+    number = config.get("server-round", 0) + config.get("rounds-before", 0)
+    return ClientRound(seed, number, config.get("partition-id", context.node_id))
 
 
 def _only(content: RecordDict) -> ArrayRecord:
@@ -396,10 +428,10 @@ def _record(metrics: Any) -> MetricRecord:
     return MetricRecord(values)
 
 
-def _seed_everything(this_round: ClientRound) -> int:
+def _seed_everything(this_round: ClientRound, purpose: str = "train") -> int:
     """Seed Python, NumPy and PyTorch for a client's round, and return the seed."""
     from transformers import set_seed  # noqa: PLC0415
 
-    seed = this_round.derive("train") % 2**32  # NumPy takes no larger one
+    seed = this_round.derive(purpose) % 2**32  # NumPy takes no larger one
     set_seed(seed)
     return seed

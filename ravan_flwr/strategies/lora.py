@@ -8,6 +8,7 @@ in the order of their names, and `residual-rank`. A client adds them, times its 
 FedMomentum's have the same.
 """
 
+import re
 from typing import ClassVar
 
 from torch import Tensor
@@ -19,6 +20,9 @@ from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.strategies.base import RESIDUAL, MethodStrategy, checked_array, layers_in
 
+# Arrays of a layer whose plain mean is not what the method's rule would make of it.
+_OTHER_LORA = re.compile(r"\.lora_(embedding_[AB]|magnitude_vector)\b")
+
 
 class LoraArrays:
     """Translate the arrays of PEFT's LoRA."""
@@ -26,6 +30,12 @@ class LoraArrays:
     method: LoraMethod
 
     def __init__(self, arrays: Tensors, method: str, *, seed: int, server_round: int) -> None:
+        if others := sorted(name for name in arrays if _OTHER_LORA.search(name)):
+            raise ValueError(
+                f"initial_arrays: got {others[0]!r}, of a DoRA or a LoRA of an embedding, of which "
+                f"{method} has no rule, expected LoRAs of linear layers; leave use_dora out, take "
+                "embeddings out of target_modules, or use Flower's FedAvg, which takes plain means"
+            )
         self.layers = layers_in(arrays, ".lora_A.weight", "LoraConfig")
         Bs, As = ([_factor(arrays, layer, name) for layer in self.layers] for name in "BA")
         rank = self.rank = len(As[0])

@@ -55,7 +55,12 @@ def answer_in_ranks(
         finally:
             for process in started.processes:
                 process.kill()
-        reply, state = pickle.loads(Path(folder, "reply").read_bytes())  # noqa: S301 (our own)
+        if not (written := Path(folder, "reply")).exists():
+            raise RuntimeError(
+                f"rank 0: it ended with exit code 0 and without a reply, one of {ranks} processes, "
+                "expected metrics and arrays; leave sys.exit() out of the loop and its callbacks"
+            )
+        reply, state = pickle.loads(written.read_bytes())  # noqa: S301 (our own)
     context.state.clear()
     context.state.update(state)
     assert isinstance(reply, RecordDict)

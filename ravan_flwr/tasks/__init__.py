@@ -17,6 +17,7 @@ class TaskInfo:
 
     roles: tuple[str, ...]
     optional: tuple[str, ...] = ()  # roles of columns that a preset may leave out
+    metrics: tuple[str, ...] = ("loss", "accuracy")  # that an evaluation measures
     # Defaults of a preset; 0 and "" if the task has no such field.
     max_length: int = 256  # tokens of a text; longer texts are cut
     prompt: str = ""
@@ -60,6 +61,7 @@ TASKS = {
         answers=("completion",),
         fields=("chat_template", "overlong", "loss_on"),
         packs=True,
+        metrics=("loss", "perplexity"),
         lower_is_better=("perplexity",),
     ),
     # Without `prompt` if `chosen` and `rejected` are whole conversations.
@@ -69,6 +71,7 @@ TASKS = {
         target_length=128,
         answers=("chosen", "rejected"),
         fields=("chat_template", "overlong", "beta"),
+        metrics=("loss", "accuracy", "margin"),
         unbounded=("margin",),
         texts=2,
         has_reference=True,
@@ -76,6 +79,7 @@ TASKS = {
     "question-answering": TaskInfo(
         ("question", "context", "answers"),
         prompt="question: {question} context: {context}",
+        metrics=("loss", "f1"),
         target_length=32,
     ),
 }

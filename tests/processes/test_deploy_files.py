@@ -460,3 +460,22 @@ def test_units_are_confined_and_restart(name, keys):
         errors = subprocess.run(command, capture_output=True, text=True).stderr
         lines = [line for line in errors.splitlines() if "is not executable" not in line]
         assert lines == []
+
+
+def test_the_script_that_tries_the_units_is_bash_and_names_every_unit():
+    """It needs root and minutes, so nothing runs it but a person: here its two scripts are read."""
+    script = ROOT / "scripts" / "try_units.sh"
+    outer, _, rest = script.read_text().partition("<<'END'\n")
+    inner, end, after = rest.partition("\nEND\n")  # what its systemd runs
+    assert end
+    for text in (f"{outer}\n{after}", inner):
+        read = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert (read.returncode, read.stderr) == (0, "")
+    started = re.findall(r"^systemctl enable --now (.*)$", inner, re.MULTILINE)
+    names = {f"{word.replace('@node-0', '@')}.service" for line in started for word in line.split()}
+    assert names == {path.name for path in (ROOT / "deploy").glob("*.service")}
+    # Each command of the app is one that there is.
+    for command in re.findall(r"^ravan-flwr (\w+)", inner, re.MULTILINE):
+        assert f'add_command(commands, "{command}"' in "".join(
+            path.read_text() for path in (ROOT / "ravan_flwr" / "cli").glob("*.py")
+        )

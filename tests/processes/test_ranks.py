@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 from ravan_flwr.strategies import RavanStrategy, federated
 from ravan_flwr.strategies.federated import TrainerLoop
+from ravan_flwr.strategies.ranks import answer_in_ranks
 from tests.unit.strategies.test_federated import (
     BATCH,
     Grid,
@@ -108,6 +110,17 @@ def test_a_rank_that_fails_ends_the_others_and_the_round(how, reason, tmp_path):
     work = partial(build, folder=tmp_path, config=lora, callbacks=[Fail(how)])
     reply = answer(federated(work, processes=RANKS), "train", lora)
     assert re.search(reason, reply.error.reason), reply.error.reason
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_ends_without_a_reply_is_an_error():
+    context = Context(1, 1, {}, RecordDict(), {})
+    with pytest.raises(RuntimeError, match="rank 0: it ended with exit code 0 and without a reply"):
+        answer_in_ranks(leave, 1, RecordDict(), context)
+
+
+def leave(*_):
+    sys.exit(0)
 
 
 def test_what_other_processes_cannot_do_is_refused(tmp_path):

@@ -175,6 +175,41 @@ def test_resuming_at_an_earlier_round_drops_later_rounds(tmp_path):
     assert torch.equal(load_checkpoint(run_dir / "checkpoints").state["H"], third)
 
 
+@pytest.mark.usefixtures("without_charts")
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path):
+    settings = {"num_rounds": 1, "privacy": "client", "noise_multiplier": 1.0, "delta": 1e-6}
+    path = run(tmp_path, tracking="tensorboard", **settings).run_dir
+    account = path / "privacy.json"
+
+    def refused(message, clients=3, suffix="", **more):
+        before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+        content = {file: file.read_bytes() for file in before if file.is_file()}
+        changed = settings | {"num_rounds": 2, "tracking": "tensorboard"} | more
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path, clients, resume=f"{path}{suffix}", **changed)
+        assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == content
+        times = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+        assert {file: times[file] for file in before if file != path} == {
+            file: time
+            for file, time in before.items()
+            if file != path  # the lock came and went
+        }
+
+    refused("seed: then 0, now 1", seed=1)
+    refused("num-partitions = 2, expected 3 as before", clients=2)
+    refused("min-replies = 9", limits="min-replies=9")
+    refused("has no checkpoint", suffix="@7")
+    kept = account.read_bytes()
+    account.write_bytes(b"{}")
+    refused("expected the account of the run")
+    account.write_bytes(kept)
+    resumed = run(tmp_path, resume=str(path), **settings | {"num_rounds": 2})
+    assert resumed.summary["rounds"] == 2
+    log = (path / "log.txt").read_text()
+    assert log.count("resuming after round 1") == 1
+    assert json.loads((path / "settings.json").read_text())["num-rounds"] == 2
+
+
 @pytest.mark.slow
 def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
     """The run has a user's preset, other settings, and another number of clients."""

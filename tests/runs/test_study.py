@@ -209,7 +209,7 @@ def test_tables_show_the_papers_numbers(tmp_path):
         folder = run.folder(tmp_path) / "run"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(run.resolved))
-        final = {"accuracy": accuracy, "f1": 0.9}
+        final = {"accuracy": accuracy, "loss": 0.9}
         summary = SUMMARY | {"metrics": {"final": final, "best": final}}
         (folder / "summary.json").write_text(json.dumps(summary))
     text = markdown(study, results)
@@ -219,7 +219,7 @@ def test_tables_show_the_papers_numbers(tmp_path):
     rows = list(csv.DictReader(rows_as_csv(study, results).splitlines()))
     assert {row["row"]: row["paper"] for row in rows} == {"ravan": "84.42", "fedit": ""}
     # Another metric than the task's.
-    assert "| ravan | **90.0** |" in markdown(study_of(metric="f1"), results)
+    assert "| ravan | **0.900** |" in markdown(study_of(metric="loss"), results)
     # A reference row is not marked as the best.
     last = markdown(study_of(references=["ravan"]), results)
     assert "| ravan | 50.0 |" in last

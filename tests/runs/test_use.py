@@ -170,8 +170,9 @@ def test_an_id_and_other_columns_are_passed_through(texts, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     predict(run.run_dir, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    read = ["row", "id", "sentence", "ok", "tags"]
+    read = ["row", "id", "sentence", "ok", "tags", "other"]
     assert [*answers[0]] == [*read, "label", "probability", "problem"]
+    assert [answer["other"] for answer in answers] == [None, None, None, None, "1"]
     assert [answer["id"] for answer in answers] == [None, "0", "1", "2", None]
     assert (answers[1]["ok"], answers[1]["tags"]) == ("true", '["é"]')
     (tmp_path / "in.csv").write_text("id,sentence\n=1+1,return it\n8,return it,more\n")

@@ -93,6 +93,25 @@ def test_booleans_are_classes(folder):
     assert label_numbers(train, spec.labels, "labels").tolist() == [*map(int, train["label"])]
 
 
+@pytest.mark.parametrize("labels", [("True", "False"), ("true", "false", "unknown")])
+def test_booleans_are_looked_up_by_name_and_are_no_indices(labels, folder):
+    train = load_splits(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))["train"]
+    expected = [0 if value else 1 for value in train["label"]]
+    assert label_numbers(train, labels, "labels").tolist() == expected
+    with pytest.raises(ValueError, match="unknown labels false, true; expected worse, better;"):
+        label_numbers(train, ("worse", "better"), "labels")
+
+
+@pytest.mark.parametrize("labels", [[1, True, 0], ["a", True, "b"]])
+def test_a_column_with_some_booleans_is_refused(labels, folder):
+    spec = folder([(f"text {n}", label) for n, label in enumerate(labels * 10)])
+    with pytest.raises(ValueError, match="the labels are of .* type"):
+        with_labels(spec)
+    train = load_splits(replace(spec, labels=("a", "b")))["train"]
+    with pytest.raises(ValueError, match="expected texts, numbers or classes"):
+        label_numbers(train, ("a", "b"), "labels")
+
+
 def test_numbers_are_indices_where_names_are_given(folder, caplog):
     spec = folder([(f"text {n}", n % 2) for n in range(20)])
     train = load_splits(spec)["train"]

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ravan_flwr.data.rows import UnreadableError, check_text, read_image, read_rows
+from ravan_flwr.data.rows import UnreadableError, check_text, read_columns, read_image, read_rows
 
 TEXT = {"text": "sentence"}
 # Docstrings of the standard library have commas, quotes and line breaks.
@@ -105,6 +105,12 @@ def test_an_invalid_json_line_affects_no_other(tmp_path):
     problems = problems_of(tmp_path / "a.jsonl")
     assert [bool(problem) for problem in problems] == [False, *[True] * 7, False]
     assert "expected a text" in problems[4]
+
+
+def test_a_column_that_begins_in_a_later_line_is_a_column(tmp_path):
+    lines = ["{", '{"sentence": "good"}', "[1]", '{"id": 1}', '{"note": "n", "sentence": "good"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert [*read_columns(tmp_path / "a.jsonl")] == ["sentence", "id", "note"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,14 @@ def of_tables():
     yield T | {"contrasts": ["ravan", "fedit"]}, "contrasts has 'ravan'"
     yield T | {"paper": {"x": 1.0}}, r"paper \['x'\] are no rows"
     yield T | {"paper": {"ravan": "x"}}, "tables.0.paper.ravan: got 'x'"
+    yield T | {"contrasts": ["fedit", "fedit"]}, "contrasts = .* expected each row once"
+    yield T | {"references": ["fedit", "fedit"]}, "references = .* expected each row once"
+    yield T | {"metric": "acuracy"}, r"row 'ravan' measures loss, accuracy, .* mean 'accuracy'\?"
+    yield T | {"metric": "f1"}, "metric = 'f1': row 'ravan' measures loss, accuracy, expected"
+    of_pairs = {"preset": "glue-llama", "glue-task": "mnli"}
+    on_clients = of_pairs | {"evaluate-on": "clients", "validation-share": 0.2}
+    matched = {"metric": "accuracy-matched", "settings": on_clients}
+    yield T | matched, "metric = 'accuracy-matched': row 'ravan' measures loss, accuracy, expected"
     yield T | {"metric": "time"}, r"metric = 'time': rows \['ravan', 'fedit'\]"
     for last in (-1, 0, 1, 3):
         yield T | {"compare-last": last}, f"compare-last = {last}, expected 2 .* than the 2 of"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ravan_flwr.lab.choosing import candidates
+from ravan_flwr.lab.planning import plan_study
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.running import ROUND_LINE, RunOptions, _Clock, run_missing, run_study
 from ravan_flwr.lab.spec import PlannedRun, read_study
@@ -33,28 +34,28 @@ def path(tmp_path):
     return written(tmp_path, seeds=[0, 1], choose=choose, tables=tables)
 
 
-@pytest.mark.parametrize("metric", ["acuracy", "accuracy"])
-def test_a_metric_that_no_run_measures_ends_the_study_after_the_first_run(
-    metric, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 97}, "rank=97 .*rank = 97: the smallest side of an adapted matrix is 96"),
+        ({"targets": "nothing"}, "targets=nothing .*nothing"),
+        ({"until-metric": 95.0}, "until-metric = 95: the metric is accuracy"),
+        ({"partition": "natural"}, "num-clients = 3: .* 10 different values of 'label'"),
+    ],
+)
+def test_a_row_that_does_not_fit_its_model_or_data_is_refused_before_the_first_run(
+    settings, message, tmp_path, monkeypatch
 ):
-    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
-    study = of_one_table(tmp_path, rows, metric=metric)
-    results, begun = Results(tmp_path), []
-
-    def command(run, *_):
-        begun.append(run)
-        results.add(run, result(0.5))
-        is_left = metric == "acuracy" and len(begun) > 1  # it is ended, as the study is
-        return ["sleep", "600"] if is_left else ["true"]
-
-    monkeypatch.setattr(PlannedRun, "command", command)
-    if metric == "acuracy":
-        with pytest.raises(ValueError, match="'acuracy': got .* accuracy, loss.* mean 'accuracy'"):
-            run_missing(study, results, RunOptions())
-        assert len(begun) <= 2
-    else:
-        run_missing(study, results, RunOptions())
-        assert len(begun) == 4
+    begun = []
+    monkeypatch.setattr(PlannedRun, "command", lambda *_: begun.append(1) or ["false"])
+    table = {"title": "T", "rows": {"good": {}, "wrong": settings}}
+    path = written(tmp_path, tables=[table])
+    with pytest.raises(ValueError, match=message):
+        run_study(path, tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        plan_study(path, tmp_path / "out", RunOptions())
+    assert not begun
+    run_study(path, tmp_path / "out", tables_only=True)  # which needs neither model nor data
 
 
 def test_the_runs_of_tables_start_after_all_candidates(path, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import re
 from functools import partial
 from typing import Any
@@ -672,6 +673,67 @@ def test_without_evaluation_data_only_evaluation_fails(of_function, tmp_path):
     assert not result.evaluate_metrics_clientapp
     assert len(reasons) == 2
     assert all("set fraction_evaluate=0.0 in the strategy" in reason for reason in reasons)
+
+
+class Noisy(Trainer):
+    """Draw an evaluation's loss from each library's random numbers."""
+
+    def evaluate(self, *_, **__):
+        return {"eval_loss": random.random() + float(np.random.rand()) + float(torch.rand(()))}
+
+
+def test_an_evaluation_depends_on_seed_round_and_partition_alone(tmp_path):
+    losses: list[list[float]] = []
+
+    class Noting(Grid):
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            if message.metadata.message_type == "evaluate":
+                losses[-1].append(reply.content["metrics"]["eval-loss"])
+            return reply
+
+    for used in (0, 5):
+        trainer = Noisy(
+            make_model(), arguments(tmp_path), train_dataset=data_of(0), eval_dataset=data_of(1)
+        )
+        losses.append([])
+        random.seed(used)
+        torch.rand(used)
+        initial = ArrayRecord(get_peft_model_state_dict(make_model()))
+        RavanStrategy().start(Noting([federated(trainer)] * 2), initial, num_rounds=2)
+    first, second = losses
+    assert first == second
+    assert len({*first}) == 4  # of two clients in two rounds
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize(("accumulation", "expected"), [(1, 8 + 8 + 4 + 8), (2, 3 * 20 + 8 + 8)])
+def test_a_stream_counts_the_examples_of_its_short_batches(accumulation, expected, tmp_path):
+    """It has 20 examples in batches of 8, 8 and 4, and begins again until all steps are done.
+
+    The Trainer's step of two batches is done at the second of each pass, so four need four passes.
+    """
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 4}
+    trainer = make_trainer(tmp_path, make_model(), **options)
+    with_data(trainer, Stream(data_of(0, 20)))
+    content = RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(make_model()))})
+    (reply,) = Grid([federated(trainer)]).send_and_receive([Message(content, 1, "train")])
+    assert reply.content["metrics"]["num-examples"] == expected
+
+
+@pytest.mark.parametrize("option", [{"score": "wieght"}, {"selection": "layers"}])
+@pytest.mark.parametrize("model", [None, make_model])
+def test_an_unknown_choice_is_refused_at_once(option, model):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name} '{value}' is unknown: did you mean"):
+        federated(train_fn, model, **option)
 
 
 @pytest.mark.parametrize("options", [{"keep_optimizer": True}, {"score": "gradient"}])

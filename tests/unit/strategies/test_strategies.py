@@ -11,6 +11,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
 
 from ravan_flwr import strategies
 from ravan_flwr.launch.in_process_grid import InProcessGrid
@@ -522,6 +524,29 @@ def test_arrays_of_another_adapter_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             loop(strategy(), arrays, {1: [{}, {}]})
+
+
+class WithEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.dense = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.dense(self.words(x))
+
+
+@pytest.mark.parametrize("strategy", BASELINES.values())
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"use_dora": True}, "lora_magnitude_vector"), ({}, "lora_embedding_A")],
+)
+def test_dora_and_loras_of_embeddings_are_refused(strategy, options, name):
+    """Of the exact strategies the plain mean of these arrays would not be the mean."""
+    targets = ["dense"] if options else ["dense", "words"]
+    model = get_peft_model(WithEmbedding(), LoraConfig(r=2, target_modules=targets, **options))
+    arrays = {k: t.numpy() for k, t in get_peft_model_state_dict(model).items()}
+    with pytest.raises(ValueError, match=rf"{name}.* leave use_dora out, take embeddings out"):
+        loop(strategy(), arrays, {1: [{}, {}]})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ def test_a_task_without_the_extension_is_refused_with_its_name(kind, extension):
 @pytest.mark.parametrize("name", TASKS)
 def test_a_tasks_row_matches_its_class(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
+    measures = get_task(name)(DataSpec("hub"), 16, lambda: None).measures
+    assert TASKS[name].metrics == tuple(measures.completed(dict.fromkeys(measures.names, 1.0)))
 
 
 @pytest.mark.parametrize(
