@@ -65,9 +65,7 @@ def test_a_quantized_network_is_equal_up_to_rounding(dtype, settings):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_are_dequantized_to_the_precision_of_the_computation(
-    precision, settings, monkeypatch
-):
+def test_weights_are_dequantized_to_the_computations_precision(precision, settings, monkeypatch):
     """Else a step in bfloat16 would first write each weight in float32, with twice the bytes."""
     import bitsandbytes.functional as F
 

@@ -118,9 +118,7 @@ def test_an_invalid_json_line_affects_no_other(tmp_path):
         ("a.png", b"", "got an image, expected a file of texts"),
     ],
 )
-def test_files_that_are_no_table_of_these_columns_are_refused_at_once(
-    name, content, message, tmp_path
-):
+def test_files_without_a_table_of_these_columns_are_refused(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, TEXT)

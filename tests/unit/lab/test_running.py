@@ -34,9 +34,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("metric", ["acuracy", "accuracy"])
-def test_a_metric_that_no_run_measures_ends_the_study_after_the_first_run(
-    metric, tmp_path, monkeypatch
-):
+def test_a_metric_that_no_run_measures_ends_the_study(metric, tmp_path, monkeypatch):
     rows = {"ravan": {}, "fedit": {"method": "fedit"}}
     study = of_one_table(tmp_path, rows, metric=metric)
     results, begun = Results(tmp_path), []
@@ -85,9 +83,7 @@ LINES = [
 ]
 
 
-def test_each_round_is_logged_when_it_ends_with_the_time_left_of_all_runs(
-    tmp_path, monkeypatch, caplog
-):
+def test_each_round_is_logged_with_the_time_left_of_all_runs(tmp_path, monkeypatch, caplog):
     """The command's last line comes only when its first round has been logged."""
     mark = tmp_path / "logged"
     script = (
