@@ -144,13 +144,6 @@ def test_a_large_bias_does_not_change_the_dequantized_weight(dtype):
     assert float(small.bias[0]) == 20.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "4bit"])
-@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].frozen_backbone])
-def test_methods_that_change_the_backbone_are_refused(method, dtype, settings):
-    with pytest.raises(ValueError, match=f"backbone-dtype = '{dtype}': got method '{method}'"):
-        read_config(settings | {"backbone-dtype": dtype, "method": method})
-
-
 def test_without_bitsandbytes_an_error_names_the_package(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match="backbone-dtype: .*pip install bitsandbytes"):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
@@ -50,11 +49,3 @@ def test_a_task_without_the_extension_is_refused_with_its_name(kind, extension):
 @pytest.mark.parametrize("name", TASKS)
 def test_a_tasks_row_matches_its_class(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
-
-
-@pytest.mark.parametrize(
-    ("preset", "message"), [("digits-vit", "has no text"), ("glue-llama", "has task 'text'")]
-)
-def test_packing_is_refused_for_a_task_without_it(preset, message):
-    with pytest.raises(ValueError, match=f"batching = 'packed': .*{preset}.yaml {message}"):
-        read_config({"preset": preset, "batching": "packed"})
