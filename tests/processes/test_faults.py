@@ -77,9 +77,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_server_killed_at_any_moment_resumes_to_the_same_bits(
-    moment, python, uninterrupted, tmp_path
-):
+def test_a_killed_server_resumes_to_the_same_bits(moment, python, uninterrupted, tmp_path):
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     given = json.dumps([*MOMENTS[moment], settings, CLIENTS])
     ended = python.run(["-c", KILLER, given])

@@ -165,9 +165,7 @@ NOT_IN_CACHE = "model org/bert: it is not in the cache, .* run `hf download org/
         ("org/bert", False, True, NOT_IN_CACHE),
     ],
 )
-def test_a_model_that_cannot_be_downloaded_is_an_error(
-    run, hub, model, reachable, offline, expected, tmp_path
-):
+def test_an_unavailable_model_is_an_error(run, hub, model, reachable, offline, expected, tmp_path):
     words = simulate_words(save_data("glue-llama", tmp_path / "data", "rte"), model)
     ended = run(hub if reachable else None, tmp_path / "home", *words, offline=offline)
     assert ended.returncode == 2

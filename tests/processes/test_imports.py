@@ -11,6 +11,7 @@ from tests import ROOT
 HEAVY = {"torch", "transformers", "datasets"}
 # What a process does -> the libraries that it must not import.
 IMPORTS = {
+    "import ravan_flwr.cli": {"pydantic", "yaml", "numpy"},  # whose --help checks nothing
     # Flower's own grid imports the SuperLink's database; the report draws charts at the end. And a
     # SuperNode starts a process for every message, so imports delay each reply.
     "import ravan_flwr.client.answers, ravan_flwr.launch.in_process": {
@@ -33,7 +34,7 @@ IMPORTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(kept=4)
+@pytest.mark.slow(kept=5)
 @pytest.mark.parametrize("code", IMPORTS)
 def test_a_process_imports_no_library_that_it_does_not_need(code, tmp_path):
     ended = subprocess.run(

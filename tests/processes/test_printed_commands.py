@@ -59,7 +59,7 @@ AS_PRINTED = {
     r"library\.md python.*(Server|Client)App\(": f"{LIBRARY}"
     "test_the_server_and_the_client_of_the_page_work_together",
     r"library\.md python.*lru_cache": f"{LIBRARY}"
-    "test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent",
+    "test_the_pages_model_is_loaded_once_and_its_head_is_sent",
     r"library\.md python.*federated\(make": f"{LIBRARY}"
     "test_the_pages_training_loop_answers_a_message_with_a_trained_adapter",
 }

@@ -100,9 +100,7 @@ here.serve()
 
 
 @pytest.mark.slow
-def test_replies_are_the_same_warm_and_cold_and_a_worker_builds_one_network_a_run(
-    owner, python, tmp_path
-):
+def test_warm_and_cold_replies_are_equal_and_a_run_builds_one_network(owner, python, tmp_path):
     socket, log = find_socket_folder() / f"{owner.pid}.sock", tmp_path / "log"
     python.start(["-c", COUNTED, str(socket), str(owner.pid)], log=log)
     wait_for(lambda: "listens" in log.read_text(), "the worker to listen")

@@ -258,13 +258,17 @@ def test_raflora_averages_every_rank_over_the_clients_that_have_it(clients):
 
 @pytest.mark.parametrize(
     ("name", "other", "tolerance"),
-    [("raflora", "flexlora", TIGHT), ("fed-plora", "fedit", {"rtol": 1e-6, "atol": 1e-7})],
+    [
+        ("raflora", "flexlora", TIGHT),
+        *((name, "fedit", {"rtol": 1e-6, "atol": 1e-7}) for name in ("fed-plora", "fslora")),
+    ],
 )
 def test_with_full_budgets_a_method_equals_a_simpler_one(name, other, tolerance):
     states = []
     for method_name in (name, other):
         method, _, state, sent = round_of(method_name, [(1.0, seed) for seed in range(4)])
         states.append(aggregate(method, state, sent))
+    assert states[0].keys() == states[1].keys()
     for key in ("B", "A"):
         assert_close([states[0][key]], [states[1][key]], **tolerance)
 

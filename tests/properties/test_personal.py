@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from tests.methods import (
@@ -139,23 +138,6 @@ def test_local_and_centralised_equal_fedit_of_one_client():
         same = aggregate(pooled, same, [(train_client(pooled, of_pooled, same, 1.0, seed), 1.0)])
         for found in (own, same):
             assert all(torch.equal(found[key], state[key]) for key in state)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"method": "fedsa-lora", "evaluate-on": "server"}, "evaluate-on = 'server': got method"),
-        ({"method": "local", "evaluate-on": "server"}, "each client has a model of its own"),
-        ({"method": "local", "validation-share": 0.0}, "needs examples to evaluate on"),
-        (
-            {"method": "centralised", "local-steps": "epochs:1"},
-            "local-steps = 'epochs:1': got meth",
-        ),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(settings, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(settings)
 
 
 @every_personal

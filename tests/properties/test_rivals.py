@@ -17,7 +17,6 @@ from tests.methods import (
     build_with_network,
     deltas,
     some_state,
-    train_client,
 )
 from tests.properties.test_newer import factors, loop_product, replies
 from tests.reference import leading_part, weighted_mean
@@ -89,18 +88,6 @@ def test_the_mean_of_fsloras_sketches_is_the_servers_model():
     assert len(found) == 6  # pairs of four ranks
     means = [torch.stack(each).mean(0) for each in zip(*found.values(), strict=True)]
     assert_close(means, expected, **TIGHT)
-
-
-def test_fslora_with_whole_budgets_is_fedit():
-    sent = {}
-    for name in ("fslora", "fedit"):
-        method, adapters, _ = build_with_network(name, rank=4)
-        state = some_state(method, adapters)
-        uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(3)]
-        sent[name] = aggregate(method, state, uploads)
-    assert sent["fslora"].keys() == sent["fedit"].keys()
-    for name, tensor in sent["fedit"].items():
-        assert_close([sent["fslora"][name]], [tensor], **TIGHT)
 
 
 # Methods that add to W
@@ -256,16 +243,3 @@ def test_sqrt_clients_scales_by_the_root_of_clients_over_rank(name, value, scale
     (adapter, _) = method.install(Network(), {})
     adapter.set_factors(torch.ones_like(adapter.B), torch.ones_like(adapter.A))
     assert_close([adapter.delta_weight()], [torch.full((6, 5), scale * 4)], **TIGHT)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("sqrt-clients:0", "sqrt-clients:0': alpha = 0.*expected a number above 0"),
-        ("sqrt-clients:x", "sqrt-clients:x': alpha = 'x'.*expected a number above 0"),
-        ("sqrt", "lora-scale = 'sqrt'.*expected sqrt-clients:ALPHA, or a number above 0"),
-    ],
-)
-def test_another_text_as_lora_scale_is_refused_with_the_form(value, message):
-    with pytest.raises(ValueError, match=message):
-        read_config({"method": "fedit", "lora-scale": value})

@@ -118,13 +118,6 @@ def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
             assert number == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_the_mean_over_all_clients_is_refused():
-    with pytest.raises(ValueError, match="weighting = 'median': got head-mean = 'all', expected"):
-        read_config({"weighting": "median", "head-mean": "all"})
-    # Fedit has no heads.
-    read_config({"weighting": "median", "head-mean": "all", "method": "fedit"})
-
-
 def test_two_replies_do_not_change_the_state():
     """A node that claims more heads than the others is alone, or nearly, on some of them."""
     method, adapters = build("ravan")
@@ -146,13 +139,6 @@ def test_two_replies_do_not_change_the_state():
         assert not torch.equal(got, state["H"]) or not (count >= 3).any()
         alone = accumulate(method, state, lies, how)["H"]
         assert torch.equal(alone, state["H"])
-
-
-def test_robust_weighting_needs_three_clients_a_round():
-    with pytest.raises(
-        ValueError, match="weighting = 'median': got clients-per-round = 2, expected"
-    ):
-        read_config({"weighting": "median", "clients-per-round": 2})
 
 
 # Krum.
@@ -269,9 +255,3 @@ def test_krum_is_refused_where_clients_train_different_parts(how, partial):
         read_config({"weighting": how, "clients-per-round": 5} | partial)
     # A mean over all clients is the mean over those that trained, since all train everything.
     read_config({"weighting": how, "clients-per-round": 5, "head-mean": "all"})
-
-
-def test_krum_needs_five_clients_a_round():
-    message = "weighting = 'krum': got clients-per-round = 4, expected at least 5"
-    with pytest.raises(ValueError, match=message):
-        read_config({"weighting": "krum", "clients-per-round": 4})

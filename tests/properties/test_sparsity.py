@@ -1,7 +1,6 @@
 """FLASC for every method: sparse messages, dense training, a dense state (arXiv 2406.05233)."""
 
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -112,29 +111,6 @@ def test_a_non_finite_value_affects_no_sum(name):
             sums.check_and_add(upload_from_change(method, arrived, 1.0, state), 1.0)
     assert bool(floats) == (name != "local")
     assert sums.count == 0
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a share of 0": ({"sparsity": "0:1"}, "a density out of range"),
-    "a share above 1": ({"sparsity": "1:1.5"}, "a density out of range"),
-    "one share": ({"sparsity": "1/4"}, "expected DOWN:UP"),
-    "a number, which YAML makes of 1:1": ({"sparsity": 61}, "got a whole number"),
-    "full down": ({"method": "full", "sparsity": "1/4:1"}, "need all numbers of its state"),
-    "fedalt down": ({"method": "fedalt", "sparsity": "1/4:1"}, "need all numbers of its state"),
-    "fedalt up": ({"method": "fedalt", "sparsity": "1:1/4"}, "need all of their change"),
-    "a median": ({"weighting": "median", "sparsity": "1:1/4"}, "would never change"),
-    "masks": (
-        {"secure-aggregation": True, "clients-per-round": 4, "sparsity": "1:1/4"},
-        "got sparsity = '1:1/4', expected '1:1', since the places of the largest",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_incompatible_settings_are_refused_before_any_load(what):
-    settings, complaint = REFUSED[what]
-    with pytest.raises(ValueError, match=complaint):
-        read_config(settings)
 
 
 @pytest.mark.parametrize(

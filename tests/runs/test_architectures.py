@@ -76,9 +76,7 @@ PAIRS = [
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
-def test_an_architecture_trains_and_its_exports_give_the_runs_loss(
-    kind, method, settings, tmp_path
-):
+def test_an_architecture_trains_and_exports_give_the_runs_loss(kind, method, settings, tmp_path):
     run = simulate(settings(kind) | {"method": method, "output-dir": str(tmp_path)}, 3)
     assert (run.summary["rejected"], run.summary["rounds"]) == (0, 1)
     with result_of(run.run_dir) as loaded:
@@ -215,9 +213,7 @@ def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_classifier_is_the_layers_without_pretrained_weights_and_a_function_of_the_seed(
-    settings,
-):
+def test_the_classifier_has_no_pretrained_weights_and_is_a_function_of_the_seed(settings):
     def built(kind, seed):
         config = read_config(settings(kind) | {"seed": seed})
         return build_network(config.model, make_task(config), seed)
@@ -294,9 +290,7 @@ def test_names_lead_to_the_layers_of_the_table(kind, monkeypatch):
     assert find_layers(network, default_targets("org/a", network)) == expected
 
 
-def test_a_run_logs_once_that_all_linear_layers_are_adapted(
-    settings, tmp_path, caplog, monkeypatch
-):
+def test_a_run_logs_once_that_all_linears_are_adapted(settings, tmp_path, caplog, monkeypatch):
     """XLNet has no linear layers in its attention."""
     shape = transformers.XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=24, vocab_size=300)
     monkeypatch.setitem(MODELS, "xlnet", (transformers.XLNetModel, shape))

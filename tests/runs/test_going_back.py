@@ -134,9 +134,7 @@ def test_a_collapsed_run_reports_it_and_can_resume_from_its_best_round(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
 @pytest.mark.usefixtures("without_charts")
-def test_a_run_that_never_learned_reports_a_collapse_in_log_and_report(
-    tmp_path, capsys, evaluate_on
-):
+def test_a_run_that_never_learned_reports_a_collapse(tmp_path, capsys, evaluate_on):
     """The learning rate is a thousand times too high: no earlier round is better."""
     simulation = run(
         tmp_path, learning_rate=3.0, num_rounds=3, tracking="tensorboard",

@@ -113,9 +113,7 @@ def test_rows_that_cannot_be_answered_have_a_reason(conversation_run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
-def test_a_language_run_is_evaluated_planned_and_reported(
-    conversation_run, tmp_path, capsys, caplog
-):
+def test_a_language_run_is_evaluated_and_reported(conversation_run, tmp_path, capsys, caplog):
     run, settings, _ = conversation_run
     rows = [as_messages(*row) for row in docstrings()[:7]] + [{"messages": []}]
     with caplog.at_level(logging.WARNING):

@@ -20,9 +20,7 @@ def bytes_of(rounds):
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("fitting_rounds", "expected"), [(2.5, 2), (1.0, 1), (2.0, 2), (99.0, 5)])
-def test_the_last_round_that_fits_is_evaluated_and_ends_the_run(
-    fitting_rounds, expected, tmp_path, capsys
-):
+def test_the_last_round_that_fits_ends_the_run(fitting_rounds, expected, tmp_path, capsys):
     limit = int(bytes_of(fitting_rounds))
     ended = run(tmp_path, max_bytes=float(limit))
     records = records_of(ended)

@@ -114,9 +114,7 @@ print(model(torch.arange(24).view(2, 12)).logits.tolist())
         (transformers.BertForSequenceClassification, {}, True),  # the head is in its folder
     ],
 )
-def test_saving_warns_if_another_process_would_load_another_head(
-    backbone, settings, kept, tmp_path, python
-):
+def test_saving_warns_if_another_head_would_be_loaded(backbone, settings, kept, tmp_path, python):
     backbone(small_bert()).save_pretrained(tmp_path / "backbone")
     network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "backbone")
     model = get_peft_model(network, RavanConfig(r=4, target_modules=["query", "value"], **settings))

@@ -115,9 +115,7 @@ def test_damaged_personal_parameters_are_refused_and_missing_ones_initialised(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PERSONAL)
-def test_a_run_resumed_on_devices_reports_lost_personal_parameters(
-    method, tmp_path, monkeypatch, capsys
-):
+def test_a_run_resumed_on_devices_reports_lost_parameters(method, tmp_path, monkeypatch, capsys):
     """Under Flower a node stores them for one run, and a resumed run is another run."""
     monkeypatch.setattr(InProcessGrid, "in_process", False)
     stopped = run(tmp_path, method=method, num_rounds=2)
@@ -144,9 +142,7 @@ def test_personal_parameters_without_a_partition_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_client_that_lost_its_personal_parameters_starts_again_and_is_reported(
-    watched, tmp_path, capsys
-):
+def test_a_client_without_its_parameters_starts_again_and_is_reported(watched, tmp_path, capsys):
     watched.lose_in_round = 2
     simulation = run(tmp_path, method="local")
     assert [record.get("began-anew") for record in records_of(simulation)] == [None, [0], None]

@@ -216,9 +216,7 @@ def test_settings_that_do_not_fit_the_task_are_refused(options, message, prefere
         ("task: preference", "task: causal", "data.beta: only task preference has it"),
     ],
 )
-def test_beta_is_positive_and_belongs_to_this_task_only(
-    old, new, message, preference_run, tmp_path
-):
+def test_beta_is_positive_and_of_this_task_only(old, new, message, preference_run, tmp_path):
     path = tmp_path / "p.yaml"
     given = preference_run[2] / "p.yaml"
     assert read_config({"preset": PresetPath(given)}).data.beta == 0.5

@@ -188,9 +188,7 @@ def test_a_failed_client_alone_is_rejected(tmp_path, monkeypatch, uploads, phase
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("phase", ["shares", "masked", "agree", "unmask"])
-def test_a_round_with_too_many_failures_has_no_effect_on_the_state_or_later_rounds(
-    tmp_path, monkeypatch, phase
-):
+def test_too_many_failures_affect_no_state_and_no_later_round(tmp_path, monkeypatch, phase):
     misbehave(monkeypatch, fail_in(*((p, 1, phase) for p in (0, 2, 5))))
     simulation = run(tmp_path, num_rounds=2)
     first, second = records_of(simulation)
@@ -428,9 +426,7 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
-    tmp_path, monkeypatch, uploads
-):
+def test_two_rounds_from_one_state_reveal_a_change_of_all_rows(tmp_path, monkeypatch, uploads):
     """Masks do not prevent this: docs/privacy.md."""
 
     class Repeating(Hostile):

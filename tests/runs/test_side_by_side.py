@@ -90,9 +90,7 @@ def spawned_run(preset, tmp_path_factory):
         return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **ONE_ROUND)
 
 
-def test_workers_with_a_preset_of_a_path_give_the_bits_of_one_process(
-    spawned_run, preset, tmp_path
-):
+def test_workers_with_a_presets_path_give_the_bits_of_one_process(spawned_run, preset, tmp_path):
     """Forked and spawned ones, which have ended."""
     forked = run(tmp_path, 2, preset=preset, **ONE_ROUND)
     single = run(tmp_path, 1, preset=preset, **ONE_ROUND)
@@ -229,9 +227,7 @@ def test_a_hung_workers_client_is_rejected_at_the_rounds_timeout(tmp_path, monke
 
 
 @pytest.mark.parametrize(("threads", "forks"), [(1, True), (1, False), (2, True)])
-def test_workers_are_forks_unless_threads_or_an_accelerator_prevent_it(
-    threads, forks, tmp_path, monkeypatch
-):
+def test_workers_are_forks_if_threads_and_devices_permit(threads, forks, tmp_path, monkeypatch):
     """A fork computes with one thread; the user's number of threads is kept."""
 
     started = []

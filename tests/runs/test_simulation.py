@@ -357,9 +357,7 @@ def full_disk_for(monkeypatch, name):
         ("settings.json", "settings.json", None),
     ],
 )
-def test_an_error_of_a_full_disk_names_the_file_and_how_to_resume(
-    tmp_path, monkeypatch, capsys, name, file, saved_round
-):
+def test_a_full_disk_names_file_and_advice(tmp_path, monkeypatch, capsys, name, file, saved_round):
     words = [f"{key}={str(value).lower()}" for key, value in SHORT.items()]
     with monkeypatch.context() as patched:
         full_disk_for(patched, name)

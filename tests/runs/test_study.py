@@ -158,9 +158,7 @@ CORES_EACH = max(1, usable_cores({}) // 2)
         (2, {"MKL_NUM_THREADS": "5"}, f"- 5 {CORES_EACH}"),
     ],
 )
-def test_a_study_keeps_the_users_number_of_threads(
-    tmp_path, monkeypatch, caplog, jobs, variables, expected
-):
+def test_studies_keep_the_users_threads(tmp_path, monkeypatch, caplog, jobs, variables, expected):
     """Runs at the same time have together no more processes than there are cores."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", CORES):
         monkeypatch.delenv(name, raising=False)

@@ -88,8 +88,3 @@ def test_a_refused_value_leaves_no_directory(tmp_path):
     with pytest.raises(ValueError, match="until-metric = 85: the metric is accuracy"):
         run(tmp_path, until_metric=85.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_negative_value_is_refused():
-    with pytest.raises(ValueError, match="until-metric = -1: expected a number at least 0"):
-        read_config({"until-metric": -1})

@@ -38,9 +38,7 @@ FEW_BITS = {"backbone-dtype": "8bit", "init": "first-round"}
         ("backbone-dtype", {"backbone-dtype": "8bit", "method": "full"}, {"method": "ravan"}),
     ],
 )
-def test_contradictions_are_refused_and_what_the_message_advises_is_accepted(
-    key, refused, accepted
-):
+def test_contradictions_are_refused_and_the_advised_settings_are_accepted(key, refused, accepted):
     with pytest.raises(ValueError, match=rf"^{key} = .*: got .*, expected ") as error:
         read_config(refused)
     remedy = str(error.value).partition("; ")[2]

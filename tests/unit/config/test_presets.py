@@ -159,9 +159,9 @@ def test_an_unknown_name_lists_the_presets_also_of_the_working_folder(file, tmp_
         config_of("conf/mine")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def mistakes():
+    """Return texts of presets with a mistake, with words of the error."""
+    for more, message in (
         ("lables: [a]\n", "lables is unknown. Expected the fields .*'learning-rate'"),
         ("run: {num-round: 3}\n", "run.num-round is unknown: did you mean 'num-rounds'"),
         ("run: {num-clients: 0}\n", "run.num-clients = 0: expected a whole number"),
@@ -173,23 +173,9 @@ def test_an_unknown_name_lists_the_presets_also_of_the_working_folder(file, tmp_
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
         ("learning-rate: 0.1\n", "learning-rate is no mapping"),
         ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower is no mapping"),
-    ],
-)
-def test_mistakes_are_named(more, message, file):
-    with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
-        config_of(file(SHORTEST + more))
-
-
-@pytest.mark.parametrize("shape", ["5", "[1]", "{hidden_size: 3}"])
-def test_an_invalid_shape_is_named(shape, file):
-    text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
-    with pytest.raises(ValueError, match="mine.yaml: model.shape"):
-        config_of(file(text))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+    ):
+        yield SHORTEST + more, f".*{message}"
+    for data, message in (
         ("{}", "data.name is missing; expected an id of the hub, or a folder"),
         ("3", "data is no mapping"),
         ("{name: 3}", "data.name = 3: expected a text"),
@@ -210,26 +196,26 @@ def test_an_invalid_shape_is_named(shape, file):
         ("{name: a/b, target-length: 5}", "data.target-length: only task .*causal.* has it; l"),
         ("{name: a/b, prompt: x}", "data.prompt: only task text-to-label or .* has it; leave"),
         ("{name: a/b, max-lenth: 9}", "data.max-lenth is unknown: did you mean 'max-length'"),
-    ],
-)
-def test_mistakes_in_the_data_are_named(data, message, file):
-    with pytest.raises(ValueError, match=f"mine.yaml: {message}"):
-        config_of(file(f"task: text\nmodel: org/bert\ndata: {data}\n"))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+    ):
+        yield f"task: text\nmodel: org/bert\ndata: {data}\n", f": {message}"
+    for data, message in (
         ("prompt: '{foo} {'", "data.prompt = .*, expected braces around {text} alone"),
         ("prompt: '{text.x}'", "data.prompt = .*, expected braces around {text} alone"),
         ("prompt: nothing", "data.prompt = 'nothing': got no column"),
         ("prompt: '{label}'", "data.prompt = .*, expected braces around {text} alone"),
         ("target-length: 0", "data.target-length = 0: expected a whole number at le"),
-    ],
-)
-def test_mistakes_in_the_data_of_a_generating_task_are_named(data, message, file):
-    with pytest.raises(ValueError, match=f"mine.yaml: {message}"):
-        config_of(file(f"task: text-to-label\nmodel: org/t5\ndata: {{name: a/b, {data}}}\n"))
+    ):
+        text = f"task: text-to-label\nmodel: org/t5\ndata: {{name: a/b, {data}}}\n"
+        yield text, f": {message}"
+    for shape in ("5", "[1]", "{hidden_size: 3}"):
+        text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
+        yield text, ": model.shape"
+
+
+@pytest.mark.parametrize(("text", "message"), [*mistakes()])
+def test_mistakes_are_named(text, message, file):
+    with pytest.raises(ValueError, match=f"mine.yaml{message}"):
+        config_of(file(text))
 
 
 @pytest.mark.parametrize(

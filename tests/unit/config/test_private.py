@@ -45,6 +45,7 @@ MASKED: Refused = [
     (EXAMPLE, "got privacy = 'example', expected 'none', since the server clips and counts"),
     ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none'"),
     ({"wire": "int8"}, "got wire = 'int8', expected 'float32'"),
+    ({"sparsity": "1:1/4"}, "got sparsity = '1:1/4', expected '1:1', since the places of the larg"),
     ({"clients-per-round": 2}, "got clients-per-round = 2, expected 4"),
     ({"clients-per-round": 257}, "expected 4 .secure-minimum. to 256"),
     ({"secure-minimum": 11}, "got clients-per-round = 10, expected 11"),

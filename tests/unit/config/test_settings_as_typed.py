@@ -182,9 +182,7 @@ def test_other_names_lead_to_what_exists():
         (["limits=min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
     ],
 )
-def test_errors_that_need_no_pytorch_are_reported_before_its_import(
-    engine, words, message, capsys, monkeypatch
-):
+def test_early_errors_are_reported_before_pytorch(engine, words, message, capsys, monkeypatch):
     for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
         monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
     assert message in error_of(capsys, "simulate", f"--engine={engine}", *words)

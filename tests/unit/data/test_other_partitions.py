@@ -30,9 +30,7 @@ def lists_of(parts):
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize(("clients", "number", "classes"), [(20, 1438, 10), (7, 200, 9)])
 @pytest.mark.filterwarnings("ignore:Classes", "ignore:Specifying null_placement:FutureWarning")
-def test_pathological_and_shard_partitions_equal_flwr_datasets(
-    clients, number, classes, each, texts
-):
+def test_pathological_and_shard_partitions_equal_flowers(clients, number, classes, each, texts):
     values = labels_of(number, classes, each, texts)
     few = theirs.PathologicalPartitioner(clients, "by", each, "first-deterministic", seed=each)
     ours = partition_few_classes(values, clients, each, np.random.default_rng(each))

@@ -36,9 +36,7 @@ def fractions_of(labels, parts):
     st.integers(0, 2**31),
     st.integers(0, 300),
 )
-def test_each_example_belongs_to_one_client_and_sizes_are_equal(
-    clients, classes, alpha, seed, more
-):
+def test_each_example_has_one_client_and_sizes_are_equal(clients, classes, alpha, seed, more):
     labels = np.random.default_rng(seed).integers(0, classes, clients + more)
     parts = partition_by_client(labels, clients, alpha, np.random.default_rng(seed))
     assert sorted(np.concatenate(parts)) == list(range(len(labels)))

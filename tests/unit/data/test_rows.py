@@ -124,9 +124,7 @@ def test_a_column_that_begins_in_a_later_line_is_a_column(tmp_path):
         ("a.png", b"", "got an image, expected a file of texts"),
     ],
 )
-def test_files_that_are_no_table_of_these_columns_are_refused_at_once(
-    name, content, message, tmp_path
-):
+def test_files_without_a_table_of_these_columns_are_refused(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, TEXT)

@@ -116,9 +116,7 @@ def test_a_page_without_marks_is_refused_before_any_run(tmp_path, study, lines, 
         Page.of(page_of(tmp_path, *lines), study, read_study(study))
 
 
-def test_a_page_that_was_edited_meanwhile_is_checked_again_before_anything_is_written(
-    tmp_path, study
-):
+def test_a_page_edited_meanwhile_is_checked_again_before_it_is_written(tmp_path, study):
     place = Page.of(page_of(tmp_path, BEGIN, END), study, read_study(study))
     path = page_of(tmp_path, BEGIN, END, "<!-- study mine: gone -->", END)
     before = path.read_text()

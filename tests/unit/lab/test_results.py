@@ -162,9 +162,7 @@ def test_a_run_is_repeated_if_its_preset_changed(change, done, run, folder_of, t
     assert (run.directory(tmp_path) is not None) == done
 
 
-def test_an_interrupted_study_starts_no_further_run_and_records_no_failure(
-    path, tmp_path, monkeypatch
-):
+def test_an_interrupted_study_starts_no_run_and_records_no_failure(path, tmp_path, monkeypatch):
     started = []
 
     def command(run, *_):

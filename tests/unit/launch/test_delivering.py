@@ -104,9 +104,7 @@ def test_a_missing_delivery_record_is_reported(run, submitted, capsys):
     assert "call this command there" in output
 
 
-def test_a_run_that_cannot_be_delivered_is_refused_with_advice(
-    run, submitted, capsys, monkeypatch, tmp_path
-):
+def test_an_undeliverable_run_is_refused_with_advice(run, submitted, capsys, monkeypatch, tmp_path):
     def refused(path=run):
         status, error = deliver(capsys, path, "edge")
         assert status == 2

@@ -103,9 +103,7 @@ def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_pat
     assert all(line.strip()[0] in "lhn" for line in plain), plain
 
 
-def test_a_model_of_an_architecture_outside_the_table_is_accepted(
-    new, texts, tmp_path, monkeypatch
-):
+def test_a_model_of_an_unlisted_architecture_is_accepted(new, texts, tmp_path, monkeypatch):
     """FNet has no attention, but linear layers."""
     shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     monkeypatch.setitem(MODELS, "other", (FNetModel, FNetConfig(**shape, vocab_size=300)))
@@ -267,9 +265,7 @@ def test_data_that_cannot_be_learned_are_refused(rows, message, refused, bert, t
         ),
     ],
 )
-def test_splits_and_options_that_do_not_fit_are_refused(
-    splits, words, message, refused, bert, tmp_path
-):
+def test_unfit_splits_and_options_are_refused(splits, words, message, refused, bert, tmp_path):
     for name, rows in splits.items():
         as_lines(tmp_path / "data", rows, name)
     assert message in refused("x", tmp_path / "data", bert, *words.split())
@@ -367,9 +363,7 @@ def test_the_bundled_model_is_accepted(new, images, tmp_path):
         ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
     ],
 )
-def test_errors_that_need_no_library_are_reported_before_an_import(
-    name, data, model, words, message, refused, monkeypatch
-):
+def test_early_errors_need_no_import(name, data, model, words, message, refused, monkeypatch):
     monkeypatch.setattr("ravan_flwr.cli.running.importing", lambda: pytest.fail("too late"))
     assert message in refused(name, data, model, *words)
 

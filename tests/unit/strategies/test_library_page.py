@@ -60,9 +60,7 @@ def test_the_server_and_the_client_of_the_page_work_together(caplog):
     assert "rejected" not in caplog.text
 
 
-def test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent(
-    tmp_path, monkeypatch, capfd, caplog
-):
+def test_the_pages_model_is_loaded_once_and_its_head_is_sent(tmp_path, monkeypatch, capfd, caplog):
     """A head that is not sent would be another random one in each process."""
     (config,) = re.findall(r"^config = .*", PAGE, re.MULTILINE)
     (block,) = (x for x in BLOCKS if "lru_cache" in x)

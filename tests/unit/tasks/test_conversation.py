@@ -92,9 +92,7 @@ THOUGHT = turns("a", "<think>hm</think>one", "b", "<think>ah</think>two")
         (SYSTEM_LAST, turns("a", "one", "b", "two", system="Be kind."), ["two</s>"], 1),
     ],
 )
-def test_templates_that_strip_or_rewrite_earlier_turns_are_supported(
-    reader, template, messages, expected, unlearned
-):
+def test_templates_may_rewrite_earlier_turns(reader, template, messages, expected, unlearned):
     found = written(reader, template, messages)
     assert (answers(found), found.unlearned) == (expected, unlearned)
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
@@ -52,11 +51,3 @@ def test_a_tasks_row_matches_its_class(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
     measures = get_task(name)(DataSpec("hub"), 16, lambda: None).measures
     assert TASKS[name].metrics == tuple(measures.completed(dict.fromkeys(measures.names, 1.0)))
-
-
-@pytest.mark.parametrize(
-    ("preset", "message"), [("digits-vit", "has no text"), ("glue-llama", "has task 'text'")]
-)
-def test_packing_is_refused_for_a_task_without_it(preset, message):
-    with pytest.raises(ValueError, match=f"batching = 'packed': .*{preset}.yaml {message}"):
-        read_config({"preset": preset, "batching": "packed"})

@@ -104,9 +104,7 @@ def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, size):
     assert_close(gradients_of_step(loaded, noise), parts)
 
 
-def test_a_failing_example_counts_as_zero_and_affects_no_other(
-    loaded, draw_all, monkeypatch, caplog
-):
+def test_a_failing_example_is_zero_and_affects_no_other(loaded, draw_all, monkeypatch, caplog):
     """Skipping the whole step would make the others' update depend on that example."""
     noise, took = StepNoise(1e-9, 0.5), Encoded.take
     complete = gradients_of_step(loaded, noise)
