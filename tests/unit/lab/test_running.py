@@ -34,7 +34,6 @@ def path(tmp_path):
     return written(tmp_path, seeds=[0, 1], choose=choose, tables=tables)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -57,28 +56,6 @@ def test_a_row_that_does_not_fit_its_model_or_data_is_refused_before_the_first_r
         plan_study(path, tmp_path / "out", RunOptions())
     assert not begun
     run_study(path, tmp_path / "out", tables_only=True)  # which needs neither model nor data
-=======
-@pytest.mark.parametrize("metric", ["acuracy", "accuracy"])
-def test_a_metric_that_no_run_measures_ends_the_study(metric, tmp_path, monkeypatch):
-    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
-    study = of_one_table(tmp_path, rows, metric=metric)
-    results, begun = Results(tmp_path), []
-
-    def command(run, *_):
-        begun.append(run)
-        results.add(run, result(0.5))
-        is_left = metric == "acuracy" and len(begun) > 1  # it is ended, as the study is
-        return ["sleep", "600"] if is_left else ["true"]
-
-    monkeypatch.setattr(PlannedRun, "command", command)
-    if metric == "acuracy":
-        with pytest.raises(ValueError, match="'acuracy': got .* accuracy, loss.* mean 'accuracy'"):
-            run_missing(study, results, RunOptions())
-        assert len(begun) <= 2
-    else:
-        run_missing(study, results, RunOptions())
-        assert len(begun) == 4
->>>>>>> tests
 
 
 def test_the_runs_of_tables_start_after_all_candidates(path, tmp_path, monkeypatch):
