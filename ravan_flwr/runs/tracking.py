@@ -81,8 +81,8 @@ class Trackers:
     """All trackers of a run; a tracker that fails is dropped with a warning."""
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
-        self._openers = [] if tracking == "none" else [tensorboard]
-        self._openers += [TRACKERS[tracking]] if tracking in TRACKERS else []
+        usual = [] if tracking == "none" else [tensorboard]
+        self._openers = [*usual, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]
         self._arguments = run, run.name, settings
         self._all: dict[str, Tracker] = {}
 

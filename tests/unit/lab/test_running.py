@@ -46,8 +46,13 @@ def path(tmp_path):
 def test_a_row_that_does_not_fit_its_model_or_data_is_refused_before_the_first_run(
     settings, message, tmp_path, monkeypatch
 ):
-    begun = []
-    monkeypatch.setattr(PlannedRun, "command", lambda *_: begun.append(1) or ["false"])
+    begun: list[PlannedRun] = []
+
+    def command(run, *_):
+        begun.append(run)
+        return ["false"]
+
+    monkeypatch.setattr(PlannedRun, "command", command)
     table = {"title": "T", "rows": {"good": {}, "wrong": settings}}
     path = written(tmp_path, tables=[table])
     with pytest.raises(ValueError, match=message):
