@@ -150,7 +150,7 @@ class Masked(Release):
         secure, partition = self.secure, update.client.partition_id
         secure.take_masked(partition, update.masked)
         rows = rows_by_tensor(secure.schedule.parts, secure.trained_rows(partition))
-        return sums_changes(self.method).split_heads(rows)
+        return sums_changes(self.method).heads_in_rows(rows)
 
     # After training: agreement, and unmasking.
 
