@@ -58,7 +58,8 @@ class ClientWork:
     settings: TrainingSettings
     client_round: ClientRound
     personal: Tensors | None = None  # the client's personal parameters, if it has any
-    rows: Tensors | None = None  # to train, as a secure round's schedule has them; None: choose
+    # The rows of the state's tensors to train, if a secure round's schedule has chosen them.
+    scheduled_rows: Tensors | None = None
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ def train_locally(
         model.holding(work.broadcast, work.personal),
         seed_dropout(loop.dropout_seed, model.device),
     ):
-        if work.rows is None:
+        if work.scheduled_rows is None:
             random = work.client_round.generator("heads")
             method.choose(model.adapters, work.fraction, random, loop.measure)
         else:
-            sums_changes(method).train_rows(model.adapters, work.rows, work.fraction)
+            sums_changes(method).train_rows(model.adapters, work.scheduled_rows, work.fraction)
         loop.train(model.parameters())
         upload, personal = model.upload(method), model.collect_personal()
     return LocalResult(upload, personal, loop.mean_loss(), int(loop.skipped))
