@@ -216,7 +216,7 @@ class Method(ABC, Generic[Adapter]):
         raise NotImplementedError
 
     def idle_state(self, adapters: Sequence[Adapter]) -> Tensors:
-        """Return the state of adapters that no client uses: any that takes no work to compute."""
+        """Return the state of adapters that no client uses, which is that of `install`."""
         return self.initial_state(adapters)
 
     @abstractmethod

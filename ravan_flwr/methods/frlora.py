@@ -21,9 +21,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ravan_flwr.adapters import LoRALinear
+from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lora import ProductSum, svd
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.fedex_lora import FedExLora
@@ -53,14 +53,18 @@ class PrincipalLoRALinear(ResidualLoRALinear):
 class FRLora(FedExLora):
     """State: {"B", "A", "residual", "residual-rank"}, of which B and A stay; upload: {"B", "A"}."""
 
-    layer_class = PrincipalLoRALinear
+    def adapt(self, layer: Layer, linear: nn.Linear) -> PrincipalLoRALinear:
+        B, A = torch.zeros(layer.out_features, self.rank), torch.zeros(self.rank, layer.in_features)
+        return PrincipalLoRALinear(linear, B, A, self.settings.lora_scale)
 
     def initial_state(self, adapters: Sequence[Any]) -> Tensors:
         Bs, As = zip(*(adapter.principal for adapter in adapters), strict=True)
         return self.pack(Bs, As) | self.empty_residual()
 
     def idle_state(self, adapters: Sequence[Any]) -> Tensors:
-        return super().initial_state(adapters)  # clients need not decompose their weights
+        # Without the decomposition, which the server alone needs.
+        shapes = self.shapes(self.rank, BOTH)
+        return {name: torch.zeros(shape) for name, shape in shapes.items()} | self.empty_residual()
 
     def fingerprint(self, adapters: Sequence[Any]) -> list[float]:
         return []  # nothing is made from the seed, and the decomposition is sent
