@@ -80,7 +80,7 @@ def train_together(
         if client.settings == first.settings and client.examples.table is first.examples.table
     ]
     with model.holding(first.broadcast):
-        values = {number: _Values.of(model, clients[number]) for number in chosen}
+        values = {number: _Values.read(model, clients[number]) for number in chosen}
         chosen = [n for n in chosen if values[n].shapes == values[chosen[0]].shapes]
         together = [clients[number] for number in chosen]
         with _joined(model, [values[number] for number in chosen]) as parameters:
@@ -119,7 +119,7 @@ class _Values:
     classifier: list[Tensor]
 
     @classmethod
-    def of(cls, model: AdaptedModel, client: ClientWork) -> "_Values":
+    def read(cls, model: AdaptedModel, client: ClientWork) -> "_Values":
         """Prepare a client, and copy what it would train."""
         _prepare(model, client)
         subsets = [getattr(adapter, "subset", None) for adapter in model.adapters]
