@@ -31,7 +31,7 @@ from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
-    measured_sums,
+    sum_metrics,
     train_locally,
 )
 from ravan_flwr.training.model_and_data import get_model_and_data
@@ -170,7 +170,7 @@ def _evaluate(client: ClientRequest) -> RecordDict:
     personal = find_personal(client.context.state, loaded.model)
     with loaded.model.holding(client.broadcast, personal):
         size, precision = loaded.task.evaluation_batch, client.config.precision
-        sums = measured_sums(loaded.model, loaded.task, examples, size, precision)
+        sums = sum_metrics(loaded.model, loaded.task, examples, size, precision)
     measures = loaded.task.measures
     means, unit = measures.means(sums, len(examples)), measures.unit
     reported: dict[str, float] = {name: means[name] for name in measures.names}

@@ -215,6 +215,10 @@ class Method(ABC, Generic[Adapter]):
         """Return the adapter that replaces a layer."""
         raise NotImplementedError
 
+    def idle_state(self, adapters: Sequence[Adapter]) -> Tensors:
+        """Return the state of adapters that no client uses, which is that of `install`."""
+        return self.initial_state(adapters)
+
     @abstractmethod
     def load(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
         """Load a broadcast, or a global state, into the adapters; reset everything else in them."""

@@ -30,7 +30,7 @@ from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.adapters.lora import svd
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.extensions import Calibration, LocalWork
+from ravan_flwr.methods.extensions import Calibration, CalibrationLoop
 from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
 from ravan_flwr.seeding import generator
 
@@ -73,7 +73,7 @@ class DataAwareBases(CalibratedBases):
         sizes = [sketcher.size for sketcher in self.sketchers]
         super().__init__(settings, layers, heads, rank, sizes)
 
-    def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
+    def run(self, adapters: Sequence[MultiHeadLinear], loop: CalibrationLoop) -> Tensors:
         sketches = [
             GradientSketch(sketcher, adapter.H.device)
             for sketcher, adapter in zip(self.sketchers, adapters, strict=True)
@@ -82,7 +82,7 @@ class DataAwareBases(CalibratedBases):
             for adapter, sketch in zip(adapters, sketches, strict=True):
                 stack.enter_context(watch_gradients(adapter, sketch.add))
             for _ in range(self.settings.calibration_steps):
-                work.measure([tensor for sketch in sketches for tensor in (sketch.Y, sketch.Z)])
+                loop.measure([tensor for sketch in sketches for tensor in (sketch.Y, sketch.Z)])
         flat = torch.cat([sketch.flat() for sketch in sketches])
         return {"sketch": flat / self.settings.calibration_steps}
 
@@ -123,14 +123,14 @@ class FirstRound(CalibratedBases):
         super().__init__(settings, layers, heads, rank, sizes)
         self.shape = tuple(shape)
 
-    def run(self, adapters: Sequence[Any], work: LocalWork) -> Tensors:
+    def run(self, adapters: Sequence[Any], loop: CalibrationLoop) -> Tensors:
         weights = [adapter.base.weight for adapter in adapters]
         before = [weight.detach().clone() for weight in weights]
         try:
             for adapter, weight in zip(adapters, weights, strict=True):
                 adapter.requires_grad_(False)
                 weight.requires_grad_(True)
-            work.train(weights)
+            loop.train(weights)
             changes = [
                 weight.detach().float() - old.float()
                 for weight, old in zip(weights, before, strict=True)

@@ -58,8 +58,8 @@ class SumsChanges:
         """Return the next state with its number of clients, if the state has a tensor for that."""
         return state
 
-    def split_heads(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
-        """Return the heads of each layer that these rows are; a LoRA has one head, 0."""
+    def heads_in_rows(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
+        """Return the heads of each layer that these rows are, as `heads_in` does for an upload."""
         return [[0] for _ in self.layers]
 
 
@@ -126,8 +126,8 @@ class Personal(Generic[Adapter]):
     put: Callable[[Sequence[Adapter], Mapping[str, Tensor]], None]  # loads them after `load`
 
 
-class LocalWork(Protocol):
-    """Run a client's examples through the model, for a calibration."""
+class CalibrationLoop(Protocol):
+    """What a calibration uses of a client's training loop (training/local_steps.py)."""
 
     def measure(self, sums: Sequence[Tensor]) -> object:
         """Run the next mini-batch forward and backward.
@@ -145,7 +145,7 @@ class Calibration(ABC, Generic[Adapter]):
 
         server                                  client
         initial state            ------------>  load
-        mean of the uploads      <------------  run(adapters, work)
+        mean of the uploads      <------------  run(adapters, loop)
         make(means) -> fixed tensors, new values of tensors of the initial state
         fixed tensors            ------------>  load(adapters, fixed)
 
@@ -163,7 +163,7 @@ class Calibration(ABC, Generic[Adapter]):
     bytes_down: int  # of the fixed tensors
 
     @abstractmethod
-    def run(self, adapters: Sequence[Adapter], work: LocalWork) -> Tensors:
+    def run(self, adapters: Sequence[Adapter], loop: CalibrationLoop) -> Tensors:
         """Return a client's upload; leave the adapters as they were."""
 
     @abstractmethod

@@ -17,6 +17,7 @@ too: machines round a decomposition differently, and similar singular values wou
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,18 +34,15 @@ from ravan_flwr.methods.tensors import Means
 class PrincipalLoRALinear(ResidualLoRALinear):
     """A LoRA layer that starts with the principal part of its weight, which the base leaves out."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        weight = base.weight.detach()
-        self.principal = torch.zeros(len(weight), rank), torch.zeros(rank, weight.shape[1])
-        if not weight.is_meta:  # the command `plan` has shapes only
-            U, S, Vh = svd(weight.cpu().double())
-            root = (S[:rank] / scale).sqrt()
-            B, A = U[:, :rank] * root, root[:, None] * Vh[:rank]
-            # In rows, as they are when a broadcast is loaded: with other strides their product may
-            # be rounded otherwise.
-            self.principal = B.float().contiguous(), A.float().contiguous()
-        super().__init__(base, *self.principal, scale)
-        self.set_residual(None)
+    @cached_property
+    def principal(self) -> tuple[Tensor, Tensor]:
+        """Decompose the pretrained weight; return B_0 and A_0, of the rank of B and A."""
+        W, rank = self.pretrained, len(self.A)
+        if W.is_meta:  # the command `plan` has shapes only
+            return torch.zeros(len(W), rank), torch.zeros(rank, W.shape[1])
+        U, S, Vh = svd(W.cpu().double())
+        root = (S[:rank] / self.scale).sqrt()
+        return (U[:, :rank] * root).float(), (root[:, None] * Vh[:rank]).float()
 
     def set_residual(self, residual: Tensor | None) -> None:
         """Set the base's weight to the pretrained one plus the residual, without scale B A."""
@@ -56,11 +54,17 @@ class FRLora(FedExLora):
     """State: {"B", "A", "residual", "residual-rank"}, of which B and A stay; upload: {"B", "A"}."""
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> PrincipalLoRALinear:
-        return PrincipalLoRALinear(linear, self.rank, self.settings.lora_scale)
+        B, A = torch.zeros(layer.out_features, self.rank), torch.zeros(self.rank, layer.in_features)
+        return PrincipalLoRALinear(linear, B, A, self.settings.lora_scale)
 
     def initial_state(self, adapters: Sequence[Any]) -> Tensors:
         Bs, As = zip(*(adapter.principal for adapter in adapters), strict=True)
         return self.pack(Bs, As) | self.empty_residual()
+
+    def idle_state(self, adapters: Sequence[Any]) -> Tensors:
+        # Without the decomposition, which the server alone needs.
+        shapes = self.shapes(self.rank, BOTH)
+        return {name: torch.zeros(shape) for name, shape in shapes.items()} | self.empty_residual()
 
     def fingerprint(self, adapters: Sequence[Any]) -> list[float]:
         return []  # nothing is made from the seed, and the decomposition is sent

@@ -111,7 +111,8 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
-        return self.split_heads({"H": unpack_bits(upload["heads"], len(self.layers) * self.heads)})
+        marked = unpack_bits(upload["heads"], len(self.layers) * self.heads)
+        return self.heads_in_rows({"H": marked})
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
@@ -161,12 +162,12 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
                 f"asked to train {int(chosen.sum())} heads, expected {max_heads} at most with a "
                 f"budget of {fraction:g}"
             )
-        for adapter, heads in zip(adapters, self.split_heads(rows), strict=True):
+        for adapter, heads in zip(adapters, self.heads_in_rows(rows), strict=True):
             if len(heads) < self.heads:
                 adapter.train_heads(heads)
         self._freeze_scales(adapters)
 
-    def split_heads(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
+    def heads_in_rows(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
         chosen = rows["H"].view(len(self.layers), self.heads)
         return [row.nonzero().flatten().tolist() for row in chosen]
 

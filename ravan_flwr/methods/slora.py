@@ -26,7 +26,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.lora import svd
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.calibrated_bases import FirstRound, check_moved
-from ravan_flwr.methods.extensions import LocalWork
+from ravan_flwr.methods.extensions import CalibrationLoop
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.tensors import check_names
 from ravan_flwr.seeding import generator
@@ -59,7 +59,7 @@ class SparseRound(FirstRound):
             positions.append(order[:size].sort().values)
         return positions
 
-    def run(self, adapters: Sequence[Any], work: LocalWork) -> Tensors:
+    def run(self, adapters: Sequence[Any], loop: CalibrationLoop) -> Tensors:
         weights = [adapter.base.weight.requires_grad_(True) for adapter in adapters]
         hooks, positions = [], self.positions()
         for weight, chosen in zip(weights, positions, strict=True):
@@ -69,7 +69,7 @@ class SparseRound(FirstRound):
             # Adam does not change a number whose gradients are all zero.
             hooks.append(weight.register_hook(lambda gradient, factor=factor: gradient * factor))
         try:
-            change = super().run(adapters, work)["change"].split([w.numel() for w in weights])
+            change = super().run(adapters, loop)["change"].split([w.numel() for w in weights])
         finally:
             for hook in hooks:
                 hook.remove()

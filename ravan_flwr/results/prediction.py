@@ -25,7 +25,7 @@ from ravan_flwr.files import flush
 from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.tasks.base import Columns
 from ravan_flwr.tasks.extensions import Predicts, task_with
-from ravan_flwr.training.local_steps import predictions
+from ravan_flwr.training.local_steps import predict_batch
 from ravan_flwr.training.model_and_data import ModelAndData
 
 Cells = Sequence[str | float | int | None]
@@ -228,7 +228,7 @@ def _predicted(
         answers: Iterator[Cells] = iter(())
         if readable:
             arrays = {name: np.concatenate([row[name] for row in readable]) for name in readable[0]}
-            answers = iter(predictions(loaded.model, task, arrays, loaded.config.precision))
+            answers = iter(predict_batch(loaded.model, task, arrays, loaded.config.precision))
         for row, inputs in batch:
             result.rows += 1
             cells = (_as(column_type, row.cells.get(name)) for name, column_type in passed.items())

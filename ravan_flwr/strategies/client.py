@@ -158,12 +158,12 @@ def choose(
         for (name, layer), heads in zip(with_heads, best, strict=True):
             chosen[name] = heads
             for parameters in (layer.ravan_H, layer.ravan_s):
-                _train_rows(parameters, adapter, heads, keep=True)
+                _train_slices(parameters, adapter, heads, keep=True)
     for name, layer in _adapted_layers(model, "lora_A"):
         A, B = layer.lora_A[adapter], layer.lora_B[adapter]
         chosen[name] = list(range(affordable(fraction, len(A.weight))))
-        _train_rows(A, "weight", chosen[name], keep=False)
-        _train_rows(B, "weight", chosen[name], keep=False, dim=1)
+        _train_slices(A, "weight", chosen[name], keep=False)
+        _train_slices(B, "weight", chosen[name], keep=False, dim=1)
     return chosen
 
 
@@ -183,13 +183,13 @@ def collect_arrays(model: nn.Module) -> ArrayRecord:
         k: t for k, t in _adapter_tensors(model).items() if _last_part(k) not in ("ravan_s", *BASES)
     }
     for name, layer in _adapted_layers(model, "ravan_H"):
-        index = _chosen_rows(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
+        index = _chosen_slices(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
         products = layer.heads(adapter).cores()
         arrays[f"{name}.ravan_H"], arrays[f"{name}.{HEADS}"] = products[index], index
     for name, layer in _adapted_layers(model, "lora_A"):
         for part, dim in (("lora_A", 0), ("lora_B", 1)):
             factor = getattr(layer, part)[adapter]
-            index = _chosen_rows(factor, "weight", factor.weight.shape[dim])
+            index = _chosen_slices(factor, "weight", factor.weight.shape[dim])
             arrays[f"{name}.{part}.weight"] = factor.weight.index_select(dim, index)
             if not factor.weight.requires_grad:
                 del arrays[f"{name}.{part}.weight"]
@@ -251,24 +251,24 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _undo_choice(model: nn.Module) -> None:
     for module, name in list(_chosen_tensors(model)):
-        rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.keep = True  # so the whole tensor keeps the values of rows that were not trained
-        for hook in rows.hooks:
+        slices: Any = module.parametrizations[name][0]  # type: ignore[index]
+        slices.keep = True  # so the whole tensor keeps the values of slices that were not trained
+        for hook in slices.hooks:
             hook.remove()
         parametrize.remove_parametrizations(module, name)
-        getattr(module, name).grad = None  # its shape was that of the chosen rows
+        getattr(module, name).grad = None  # its shape was that of the chosen slices
 
 
-class _Rows(nn.Module):
-    """Parametrise a tensor by its chosen rows; the other rows are constants, or zeros."""
+class _Slices(nn.Module):
+    """Parametrise a tensor by its chosen slices; the other slices are constants, or zeros."""
 
     index: Tensor
-    values: Tensor  # of all rows; `forward` replaces the chosen ones
+    values: Tensor  # of all slices; `forward` replaces the chosen ones
     hooks: tuple[RemovableHandle, ...]  # registered on the module that has the tensor
 
-    def __init__(self, tensor: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
+    def __init__(self, tensor: Tensor, slices: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
-        index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+        index = torch.tensor(slices, dtype=torch.long, device=tensor.device)
         self.register_buffer("values", tensor.detach().clone(), persistent=False)
         self.register_buffer("index", index, persistent=False)
         self.dim, self.keep = dim, keep
@@ -281,11 +281,13 @@ class _Rows(nn.Module):
         return tensor.index_select(self.dim, self.index)
 
 
-def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, dim: int = 0) -> None:
+def _train_slices(
+    module: nn.Module, name: str, slices: list[int], *, keep: bool, dim: int = 0
+) -> None:
     tensor = module.get_parameter(name)
     tensor.grad = None
-    if len(rows) < tensor.shape[dim]:
-        chosen = _Rows(tensor, rows, keep=keep, dim=dim)
+    if len(slices) < tensor.shape[dim]:
+        chosen = _Slices(tensor, slices, keep=keep, dim=dim)
         parametrize.register_parametrization(module, name, chosen)
         chosen.hooks = (
             module.register_state_dict_post_hook(partial(_save_whole, name)),
@@ -294,33 +296,33 @@ def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, di
 
 
 def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the trained rows in a state dict by the whole tensor."""
-    rows: Any = module.parametrizations[name][0]  # type: ignore[index]
+    """Replace the trained slices in a state dict by the whole tensor."""
+    slices: Any = module.parametrizations[name][0]  # type: ignore[index]
     trained = state.pop(f"{prefix}parametrizations.{name}.original")
-    state[prefix + name] = rows.values.index_copy(rows.dim, rows.index, trained.detach())
+    state[prefix + name] = slices.values.index_copy(slices.dim, slices.index, trained.detach())
 
 
 def _load_whole(
     name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:  # fmt: skip
-    """Split a whole tensor of a state dict into trained rows and constants."""
+    """Split a whole tensor of a state dict into trained slices and constants."""
     if prefix + name in state:
-        rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.values.copy_(tensor := state.pop(prefix + name))
-        state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(tensor)
+        slices: Any = module.parametrizations[name][0]  # type: ignore[index]
+        slices.values.copy_(tensor := state.pop(prefix + name))
+        state[f"{prefix}parametrizations.{name}.original"] = slices.right_inverse(tensor)
 
 
 def _chosen_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield module and name of each tensor of which rows were chosen."""
+    """Yield module and name of each tensor of which slices were chosen."""
     for module in model.modules():
         if parametrize.is_parametrized(module):
             for name, stack in module.parametrizations.items():  # type: ignore[operator,union-attr]
-                if isinstance(stack[0], _Rows):
+                if isinstance(stack[0], _Slices):
                     yield module, name
 
 
-def _chosen_rows(module: nn.Module, name: str, number: int) -> Tensor:
-    """Return the numbers of a tensor's chosen rows: all `number` rows where none were chosen."""
+def _chosen_slices(module: nn.Module, name: str, number: int) -> Tensor:
+    """Return the numbers of a tensor's chosen slices: all `number` where none were chosen."""
     if parametrize.is_parametrized(module, name):
         parametrizations: Any = module.parametrizations
         index: Tensor = parametrizations[name][0].index

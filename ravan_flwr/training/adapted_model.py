@@ -52,15 +52,17 @@ class AdaptedModel:
         self.examples_are_independent = False  # set by the check of extras/example_privacy/steps.py
         self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
         self.seed_fingerprint = self.fingerprint = self._compute_fingerprint()
-        self._idle_state = self.initial_state()
-        self.load(self._idle_state)
+        self.idle_state = self.method.idle_state(self.adapters) | self._first_classifier()
+        self.load(self.idle_state)
 
     def initial_state(self) -> Tensors:
         """Return the global state before the first round, with the classifier if it is trained."""
-        state = self.method.initial_state(self.adapters)
-        if self._sends_classifier:
-            state[CLASSIFIER] = self._initial_classifier.cpu().clone()
-        return state
+        return self.method.initial_state(self.adapters) | self._first_classifier()
+
+    def _first_classifier(self) -> Tensors:
+        """Return the classifier as the state has it before the first round."""
+        first = self._initial_classifier.cpu().clone()
+        return {CLASSIFIER: first} if self._sends_classifier else {}
 
     def trainable_parameters(self) -> int:
         """Count the parameters that a client with the whole budget trains, with the classifier."""
@@ -157,8 +159,8 @@ class AdaptedModel:
     ) -> Iterator[None]:
         """Load a broadcast, or a global state, for the duration of a `with` block.
 
-        `personal` are the client's personal parameters, if it has any. Afterwards the model has its
-        initial state again.
+        `personal` are the client's personal parameters, if it has any. Afterwards the model is idle
+        again (`Method.idle_state`).
         """
         try:
             self.load(tensors)
@@ -171,7 +173,7 @@ class AdaptedModel:
             with computing_with(self.threads):
                 yield
         finally:
-            self.load(self._idle_state)
+            self.load(self.idle_state)
             for parameter in self.network.parameters():
                 parameter.grad = None
             release_cached_memory(self.device)

@@ -172,7 +172,7 @@ class FixedTensors:
 
     def reset_optimizer(self) -> None:
         """Set the optimiser's tensors to zero, as those of a new one."""
-        for tensor in self._of_optimizer():
+        for tensor in self._optimizer_tensors():
             tensor.zero_()
 
     def capture(
@@ -194,7 +194,7 @@ class FixedTensors:
                     run()
                 finally:
                     self.reset_optimizer()
-            with _as_before(step, self._of_optimizer()):
+            with _as_before(step, self._optimizer_tensors()):
                 run()
                 self.casts = {
                     name: kept
@@ -205,7 +205,7 @@ class FixedTensors:
                 replay = capture(run)
                 return Graph(own, losses[0], replay)
 
-    def _of_optimizer(self) -> Iterator[Tensor]:
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
         for state in self.optimizer_states:
             yield from state.values()
 

@@ -108,7 +108,10 @@ class Skeleton:
         """Return the bytes of a secure round (extras/secure/cost.py); None without one."""
         if not self.config.secure_aggregation:
             return None
-        return load(ROUND_BYTES)(self.config, self.method, self.state())
+        state = dict(self.method.initial_state(self.adapters))
+        if self.classifier:
+            state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
+        return load(ROUND_BYTES)(self.config, self.method, state)
 
     def receive(self, fraction: float) -> None:
         """Load the first broadcast to a client with that budget fraction."""
@@ -124,13 +127,6 @@ class Skeleton:
     def trained(self) -> list[nn.Parameter]:
         """List the parameters that are trained now."""
         return [*self.largest_round().parameters(self.adapters), *self.classifier]
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the initial state; the classifier is a meta tensor."""
-        state = dict(self.method.initial_state(self.adapters))
-        if self.classifier:
-            state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
-        return state
 
     @property
     def classifier_size(self) -> int:

@@ -58,7 +58,8 @@ class ClientWork:
     settings: TrainingSettings
     client_round: ClientRound
     personal: Tensors | None = None  # the client's personal parameters, if it has any
-    rows: Tensors | None = None  # to train, as a secure round's schedule has them; None: choose
+    # The rows of the state's tensors to train, if a secure round's schedule has chosen them.
+    scheduled_rows: Tensors | None = None
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,13 @@ def train_locally(
     method = model.method.in_round(work.client_round.round)
     with (
         model.holding(work.broadcast, work.personal),
-        dropout_from(loop.dropout_seed, model.device),
+        seed_dropout(loop.dropout_seed, model.device),
     ):
-        if work.rows is None:
+        if work.scheduled_rows is None:
             random = work.client_round.generator("heads")
             method.choose(model.adapters, work.fraction, random, loop.measure)
         else:
-            sums_changes(method).train_rows(model.adapters, work.rows, work.fraction)
+            sums_changes(method).train_rows(model.adapters, work.scheduled_rows, work.fraction)
         loop.train(model.parameters())
         upload, personal = model.upload(method), model.collect_personal()
     return LocalResult(upload, personal, loop.mean_loss(), int(loop.skipped))
@@ -98,13 +99,13 @@ def train_locally(
 def calibrate_locally(model: AdaptedModel, task: Task, work: ClientWork) -> LocalResult:
     """Run one client's part of a calibration round."""
     loop = TrainingLoop(model, task, work)
-    with model.holding(work.broadcast), dropout_from(loop.dropout_seed, model.device):
+    with model.holding(work.broadcast), seed_dropout(loop.dropout_seed, model.device):
         upload = model.calibration.run(model.adapters, loop)
     return LocalResult(upload, {}, loop.mean_loss())
 
 
 @contextmanager
-def dropout_from(number: int, device: torch.device) -> Iterator[None]:
+def seed_dropout(number: int, device: torch.device) -> Iterator[None]:
     """Seed PyTorch's own generators, which dropout uses, for a `with` block."""
     devices = [device.index or 0] if device.type == "cuda" else []
     # Not torch.manual_seed on a CPU: it records the call stack for a later start of CUDA.
@@ -141,7 +142,7 @@ class TrainingLoop:
 
     def draw_batches(self) -> Iterator[np.ndarray]:
         """Yield the rows of each step's batch, without end."""
-        return training_order(self.task, self.work)
+        return draw_batches(self.task, self.work)
 
     def read(self, micro_batches: Iterator[np.ndarray]) -> Iterator[Any]:
         """Yield the examples of each micro-batch, in the order of the steps."""
@@ -220,7 +221,7 @@ class TrainingLoop:
             return self.task.loss(self.model.network, micro_batch)
 
 
-def training_order(task: Task, work: ClientWork) -> Iterator[np.ndarray]:
+def draw_batches(task: Task, work: ClientWork) -> Iterator[np.ndarray]:
     """Yield the rows of each batch of a client's round, without end."""
     examples, settings = work.examples, work.settings
     lengths = task.lengths(examples) if settings.batching == "length" else None
@@ -228,7 +229,7 @@ def training_order(task: Task, work: ClientWork) -> Iterator[np.ndarray]:
     return training_batches(len(examples), settings.batch_size, random, lengths)
 
 
-def measured_sums(
+def sum_metrics(
     model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32",
     tally: Tally | None = None,
 ) -> dict[str, float]:  # fmt: skip
@@ -260,7 +261,7 @@ def evaluate_all(
     total: dict[str, float] = {}
     by_set: dict[str, float] = {}
     for name, examples in sets.items():
-        sums = measured_sums(model, task, examples, batch_size, precision, tally)
+        sums = sum_metrics(model, task, examples, batch_size, precision, tally)
         _add(total, sums)
         means = task.measures.means(sums, len(examples))
         by_set |= {f"{metric}-{name}": mean for metric, mean in means.items()}
@@ -302,7 +303,7 @@ def _inference(network: nn.Module, precision: str) -> Iterator[None]:
         yield
 
 
-def predictions(
+def predict_batch(
     model: AdaptedModel, task: Task, inputs: Columns, precision: str
 ) -> list[tuple[str | float, ...]]:
     """Return the task's predictions for encoded inputs."""

@@ -28,7 +28,7 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.tasks.base import IGNORED, Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import Classification, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.local_steps import ClientWork, LocalResult, read_batches, training_order
+from ravan_flwr.training.local_steps import ClientWork, LocalResult, draw_batches, read_batches
 from ravan_flwr.training.step import TrainingSettings, autocast, no_scaler
 
 
@@ -80,7 +80,7 @@ def train_together(
         if client.settings == first.settings and client.examples.table is first.examples.table
     ]
     with model.holding(first.broadcast):
-        values = {number: _Values.of(model, clients[number]) for number in chosen}
+        values = {number: _Values.read(model, clients[number]) for number in chosen}
         chosen = [n for n in chosen if values[n].shapes == values[chosen[0]].shapes]
         together = [clients[number] for number in chosen]
         with _joined(model, [values[number] for number in chosen]) as parameters:
@@ -119,7 +119,7 @@ class _Values:
     classifier: list[Tensor]
 
     @classmethod
-    def of(cls, model: AdaptedModel, client: ClientWork) -> "_Values":
+    def read(cls, model: AdaptedModel, client: ClientWork) -> "_Values":
         """Prepare a client, and copy what it would train."""
         _prepare(model, client)
         subsets = [getattr(adapter, "subset", None) for adapter in model.adapters]
@@ -259,7 +259,7 @@ def _joint_batches(
     every = [client.examples for client in clients]
     size = min(clients[0].settings.batch_size, max(map(len, every)))
     starts = np.cumsum([0, *map(len, every)])
-    orders = [training_order(task, client) for client in clients]
+    orders = [draw_batches(task, client) for client in clients]
 
     def joint() -> Iterator[np.ndarray]:
         while True:

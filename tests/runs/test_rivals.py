@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import frlora
 from ravan_flwr.results.evaluation import result_of
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from tests import short_runs
 from tests.runs.in_use import check_logits, examples_and_logits
-from tests.short_runs import records_of, state_of
+from tests.short_runs import records_of, same_bits, state_of
 
 CLIENTS, RANK = 9, 4
 # The budget fractions of the partitions with seed 12: two are whole.
@@ -111,3 +116,24 @@ def test_without_a_client_that_can_train_the_whole_the_run_is_refused(method, tm
         ValueError, match=f"'{method}' is trained whole or not at all, .*0.25, 0.75"
     ):
         short_runs.run(tmp_path, 3, method=method, budgets="skewed-right", seed=1)
+
+
+def test_a_client_of_frlora_decomposes_no_weight(monkeypatch):
+    """It trains from the factors that the server made, to the bits of the server's own model."""
+    config = read_config({"method": "frlora", "device": "cpu", "lora-rank": 2, "local-steps": 1})
+    server = ModelAndData(config)
+    state, examples = server.model.initial_state(), server.partition(0, 40).train
+    settings = make_training_settings(config, 1, len(examples))
+    work = ClientWork(examples, state, 1.0, settings, ClientRound(0, 1, 0))
+    expected = train_locally(server.model, server.task, work)
+
+    def decompose(_):
+        raise AssertionError("a client decomposed a weight")
+
+    monkeypatch.setattr(frlora, "svd", decompose)
+    client = ModelAndData(config)
+    found = train_locally(client.model, client.task, work)
+    assert same_bits(found.upload, expected.upload)
+    assert found.train_loss == expected.train_loss
+    with pytest.raises(AssertionError, match="decomposed"):
+        client.model.initial_state()

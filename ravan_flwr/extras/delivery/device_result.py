@@ -46,7 +46,7 @@ def save_result(
     then the model of this device. `folder` is the device's choice, None for that of the server.
     `writer` distinguishes devices that write to one result path at the same time.
     """
-    check_state(state, loaded.model.initial_state(), parcel.checksum)
+    check_state(state, loaded.model.idle_state, parcel.checksum)
     form = _choose_form(folder, loaded)
     target = result_path / parcel.run
     mark = {

@@ -40,7 +40,7 @@ from ravan_flwr.training.local_steps import ClientWork, LocalResult, TrainingLoo
 log = getLogger(__name__)
 
 _UNREADABLE = 2**62  # the row of an example that could not be encoded: reading it fails
-_PERTURBATION = 1e-2  # of the initial state, whose zeros would hide gradients
+_PERTURBATION = 1e-2  # of the idle state, whose zeros would hide gradients
 
 
 def sampling_rate(batch_size: int, examples: int) -> float:
@@ -103,7 +103,7 @@ def check_examples_independent(model: AdaptedModel, task: Task) -> None:
     by_example = task_with(ByExample, task, "privacy=example")
     network, random = model.network, torch.Generator().manual_seed(0)
     config: Any = network.config
-    with model.holding(model.initial_state()):
+    with model.holding(model.idle_state):
         parameters = model.parameters()
         if not parameters:
             return

@@ -156,7 +156,7 @@ class Masked(Release):
     def heads_in(self, update: Update) -> list[list[int]]:
         trained = self.secure.trained_rows(update.client.partition_id)
         rows = rows_by_tensor(self.secure.schedule.parts, trained)
-        return sums_changes(self.method).split_heads(rows)
+        return sums_changes(self.method).heads_in_rows(rows)
 
     # After training: agreement, and unmasking.
 

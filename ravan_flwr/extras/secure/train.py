@@ -34,7 +34,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
     check_digest(replace(loaded.config, rank=method.rank), sent, schedule)
     random = np.random.default_rng(work.client_round.derive("rounding"))
     _check_schedule(client, work, schedule)
-    work = replace(work, rows=rows_by_tensor(schedule.parts, rows))
+    work = replace(work, scheduled_rows=rows_by_tensor(schedule.parts, rows))
     result = train_locally(loaded.model, loaded.task, work)
     if result.personal:
         store_personal(client.context.state, result.personal)

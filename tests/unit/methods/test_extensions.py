@@ -10,7 +10,7 @@ from ravan_flwr.methods.extensions import NormLimits, SumsChanges, norm_limits, 
 from tests.methods import build
 
 OF_OPTIONS = {
-    "coverage", "rows", "rows_trained", "train_rows", "split_heads", "mean_over_cohort",
+    "coverage", "rows", "rows_trained", "train_rows", "heads_in_rows", "mean_over_cohort",
     "find_start", "norms_if_alone", "norm_bounds",
 }  # fmt: skip
 

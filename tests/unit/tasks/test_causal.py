@@ -20,7 +20,7 @@ from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.prompts import MAX_MESSAGES, check_messages, render
 from ravan_flwr.tasks.token_loss import check_logits
-from ravan_flwr.training.local_steps import measured_sums
+from ravan_flwr.training.local_steps import sum_metrics
 from tests.support.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
 
 TALKS = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
@@ -196,7 +196,7 @@ def test_perplexity_is_by_token_for_any_batches(folder):
     total = sum(part["loss"] for part in by_hand) / sum(part["tokens"] for part in by_hand)
     for size in (1, 4, 256):
         with torch.no_grad():
-            sums = measured_sums(model, causal, encoded, size)
+            sums = sum_metrics(model, causal, encoded, size)
         found = causal.measures.means(sums, len(encoded))
         assert found["loss"] == pytest.approx(total, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(total), rel=1e-5)

@@ -76,7 +76,7 @@ def test_several_test_sets_have_joint_and_separate_metrics(monkeypatch):
     sets = {"one": Encoded({}, np.arange(30)), "two": Encoded({}, np.arange(10))}
     sums = {30: {"accuracy": 15.0, "loss": 30.0}, 10: {"accuracy": 10.0, "loss": 30.0}}
     monkeypatch.setattr(
-        "ravan_flwr.training.local_steps.measured_sums", lambda _m, _t, one, *_: sums[len(one)]
+        "ravan_flwr.training.local_steps.sum_metrics", lambda _m, _t, one, *_: sums[len(one)]
     )
     model: Any = None
     means = evaluate_all(model, task(Vision), sets, 8)

@@ -15,10 +15,10 @@ from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
     ClientWork,
-    dropout_from,
     learning_rate_in_round,
     make_training_settings,
     read_batches,
+    seed_dropout,
     train_locally,
 )
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -158,7 +158,7 @@ def test_dropout_is_pytorchs_of_a_seed_by_work_and_the_generator_is_restored():
     before, found = torch.get_rng_state(), []
     for work in (ClientRound(0, 1, 1), ClientRound(0, 1, 2), ClientRound(0, 2, 1)):
         seed = work.derive("dropout")
-        with dropout_from(seed, torch.device("cpu")):
+        with seed_dropout(seed, torch.device("cpu")):
             found.append(torch.rand(5))
         with torch.random.fork_rng([]):
             torch.manual_seed(seed % 2**63)

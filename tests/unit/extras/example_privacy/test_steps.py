@@ -22,7 +22,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import local_steps
-from ravan_flwr.training.local_steps import ClientWork, dropout_from, make_training_settings
+from ravan_flwr.training.local_steps import ClientWork, make_training_settings, seed_dropout
 from ravan_flwr.training.model_and_data import ModelAndData
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
@@ -209,9 +209,9 @@ def test_dropout_is_not_seeded(loaded, monkeypatch):
 
     def recording(number, device):
         seeds.append(number)
-        return dropout_from(number, device)
+        return seed_dropout(number, device)
 
-    monkeypatch.setattr(local_steps, "dropout_from", recording)
+    monkeypatch.setattr(local_steps, "seed_dropout", recording)
     trained(loaded, QUIET, rows=4)
     trained(loaded, QUIET, rows=4)
     assert seeds[0] != seeds[1]
