@@ -2,9 +2,9 @@
 
 A round goes as in FedAvg (`_train`):
 
-    for update in transport.exchange(round, release):    draw clients, send, wait, check replies
-        release.add(update)                              to the round's sums
-    state.step(release.close())                          to the next state
+    for sent, update in transport.exchange(round, release):   draw clients, send, wait, check
+        release.add(update)                                   to the round's sums
+    state.step(release.close())                               to the next state
 
 Which release and transport a run has follows from its settings (optional.py). What differs between
 methods is in the method. A round with fewer valid replies than `min-replies` stops the run.
