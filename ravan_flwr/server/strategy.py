@@ -125,10 +125,9 @@ class FederatedTuning:
             last = last or (privacy is not None and privacy.ends_after(1))
             # 3. Train: the next state.
             self._train(number, grid)
-            loss = self.round.log.train_loss
-            losses = {} if loss is None else {"train-loss": loss}
-            result.arrays = to_record(state.tensors)
-            result.train_metrics_clientapp[number] = MetricRecord(losses)
+            loss, result.arrays = self.round.log.train_loss, to_record(state.tensors)
+            account = MetricRecord({} if loss is None else {"train-loss": loss})
+            result.train_metrics_clientapp[number] = account
             last = last or 0 < config.until_time <= federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
