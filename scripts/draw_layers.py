@@ -26,14 +26,14 @@ ROUND = (
     "```\n<!-- end of round -->",
 )
 # What the page prints of a round: the loop, then these functions.
-LOOP = ("strategy.py", "start")
+LOOP = ("strategy.py", "start", "FederatedTuning")
 FUNCTIONS = (
-    ("strategy.py", "_train"),
-    ("strategy.py", "configure_train"),
-    ("strategy.py", "aggregate_train"),
-    ("releases.py", "read"),
-    ("releases.py", "add"),
-    ("releases.py", "close"),
+    ("strategy.py", "_train", "FederatedTuning"),
+    ("strategy.py", "aggregate_train", "FederatedTuning"),
+    ("transports.py", "exchange", "Plain"),
+    ("releases.py", "read", "Release"),
+    ("releases.py", "add", "Release"),
+    ("releases.py", "close", "Release"),
 )
 ENTRANCES = {"__init__", "__main__"}  # they export what others define
 WIDTH = 100
@@ -105,11 +105,13 @@ def picture() -> str:
     return "\n".join(lines) + "\n"
 
 
-def function_in(file: str, name: str) -> tuple[str, ast.FunctionDef]:
-    """Return the text of a file of the server, and its first function of that name."""
+def function_in(file: str, name: str, owner: str) -> tuple[str, ast.FunctionDef]:
+    """Return the text of a file of the server, and a function of one of its classes."""
     text = (PACKAGE / "server" / file).read_text(encoding="utf-8")
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    return text, next(node for node in nodes if node.name == name)
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    (body,) = (node.body for node in classes if node.name == owner)
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return text, next(node for node in functions if node.name == name)
 
 
 def code_of_a_round() -> str:
@@ -117,8 +119,8 @@ def code_of_a_round() -> str:
     text, start = function_in(*LOOP)
     (loop,) = (node for node in start.body if isinstance(node, ast.For))
     parts = [f"# server/{LOOP[0]}", _source(text, loop)]
-    for file, name in FUNCTIONS:
-        text, function = function_in(file, name)
+    for file, name, owner in FUNCTIONS:
+        text, function = function_in(file, name, owner)
         parts += [f"# server/{file}", _source(text, function)]
     return "\n\n".join(parts).replace("\n\n#", "\n\n\n#").replace("py\n\n", "py\n") + "\n"
 

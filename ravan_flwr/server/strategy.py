@@ -2,9 +2,9 @@
 
 A round goes as in FedAvg (`_train`):
 
-    for update in transport.exchange(round, release):    draw clients, send, wait, check replies
-        release.add(update)                              to the round's sums
-    state.step(release.close())                          to the next state
+    for sent, update in transport.exchange(round, release):   draw clients, send, wait, check
+        release.add(update)                                   to the round's sums
+    state.step(release.close())                               to the next state
 
 Which release and transport a run has follows from its settings (optional.py). What differs between
 methods is in the method. A round with fewer valid replies than `min-replies` stops the run.
@@ -126,10 +126,9 @@ class FederatedTuning:
             last = last or (privacy is not None and privacy.ends_after(1))
             # 3. Train: the next state.
             self._train(number, grid)
-            loss = self.round.log.train_loss
-            losses = {} if loss is None else {"train-loss": loss}
-            result.arrays = to_record(state.tensors)
-            result.train_metrics_clientapp[number] = MetricRecord(losses)
+            loss, result.arrays = self.round.log.train_loss, to_record(state.tensors)
+            account = MetricRecord({} if loss is None else {"train-loss": loss})
+            result.train_metrics_clientapp[number] = account
             last = last or 0 < config.until_time <= federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None

@@ -57,7 +57,8 @@ class Plain(Transport):
         # A node's failure loses its reply, but not the round while other clients can be asked.
         clients = release.draw()
         while clients:
-            came, limits = len(round_.log.clients), release.limits  # of the clients asked before
+            came = len(round_.log.clients)  # valid replies of the clients asked before
+            limits = release.limits
             limits = replace(limits, enough=limits.enough - came, quorum=limits.quorum - came)
             replies = round_.replies(release.write(clients), limits)
             yield from round_.valid(replies, release.read)
