@@ -49,8 +49,8 @@ def run_rounds(settings, fraction, steps):
     if model.method.calibration is not None:
         calibration = calibration_sums(model.method)
         for number, examples in enumerate(clients):
-            work = ClientRound(5, 0, number)
-            result = calibrate_locally(model, task, ClientWork(examples, state, 1.0, steps, work))
+            work = ClientWork(examples, state, 1.0, steps, ClientRound(5, 0, number))
+            result = calibrate_locally(model, task, work)
             calibration.add(result.upload, 1.0)
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
