@@ -141,7 +141,7 @@ class Release:
     def _count_versions_since(self, sent: Sent) -> int:
         """Return how old the state is that a client was sent; raise ValueError if it is too old."""
         staleness, max_staleness = self.round.number - sent.number, self.config.max_staleness
-        if staleness and max_staleness is not None and staleness > max_staleness:
+        if max_staleness is not None and staleness > max_staleness:
             raise ValueError(
                 f"its update is {staleness} versions old, expected at most max-staleness = "
                 f"{max_staleness}"
