@@ -29,6 +29,7 @@ ROUND = (
 LOOP = ("strategy.py", "start", "FederatedTuning")
 FUNCTIONS = (
     ("strategy.py", "_train", "FederatedTuning"),
+    ("strategy.py", "configure_train", "FederatedTuning"),
     ("strategy.py", "aggregate_train", "FederatedTuning"),
     ("transports.py", "exchange", "Plain"),
     ("releases.py", "read", "Release"),

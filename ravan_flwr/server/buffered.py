@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from flwr.app import MessageType
+from flwr.app import Message, MessageType
 
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
@@ -31,7 +31,6 @@ from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.runtime import drop_message, in_process
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.transports import Transport
-from ravan_flwr.server.update import Update
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import SimulatedClock
 
@@ -61,17 +60,31 @@ class Buffered(Transport):
 
     # A round.
 
-    def exchange(self, round_: Round, release: Release) -> Iterator[tuple[Sent, Update]]:
-        """Let `concurrency` clients train; yield their updates until the buffer is full.
-
-        Stop also after `concurrency` rejected replies.
-        """
+    def draw(self, round_: Round, release: Release) -> list[RegisteredClient]:
+        """Draw as many free clients as are missing until `concurrency` clients train."""
         round_.outstanding = self.sent  # one dict: messages of all rounds under way
         self._restore(round_, release)
         self._give_up(round_)
         self._keep_versions(round_.number)
         round_.versions = self.versions
-        round_.send(release.write(self._draw_cohort(round_)))
+        sampler = self.federation.sampler
+        eligible = sampler.eligible(round_.grid, round_.log)
+        self._pool, self._draws = sampler.available(eligible, round_.log), 0
+        busy = {sent.client.node_id for sent in self.sent.values()}
+        free = [client for client in self._pool if client.node_id not in busy]
+        places = min(max(0, self.concurrency - len(busy)), len(free))
+        cohort = sample(free, places, self.config.seed, round_.number)
+        self._recipients = {client.node_id for client in cohort}
+        return cohort
+
+    def exchange(
+        self, round_: Round, release: Release, messages: list[Message]
+    ) -> Iterator[Message]:
+        """Send the messages; yield replies to these and earlier ones until the buffer is full.
+
+        Stop also after `concurrency` rejected replies.
+        """
+        round_.send(messages)
         round_.deadline = deadline = RoundDeadline(
             self.config.round_timeout, len(self.sent), enough=self.buffer,
             clock=self.federation.clock,
@@ -86,23 +99,11 @@ class Buffered(Transport):
                 break
             if reply.metadata.reply_to_message_id not in self.sent:
                 continue  # its timeout passed while it was being fetched
-            yield from round_.valid([reply], release.read)
+            yield reply
             if not deadline.satisfied:
                 # A client that has replied, validly or not, is replaced at once.
                 round_.send(release.write(self._draw_replacement(round_.number)))
         self._keep_versions(round_.number)
-
-    def _draw_cohort(self, round_: Round) -> list[RegisteredClient]:
-        """Draw as many free clients as are missing until `concurrency` clients train."""
-        sampler = self.federation.sampler
-        eligible = sampler.eligible(round_.grid, round_.log)
-        self._pool, self._draws = sampler.available(eligible, round_.log), 0
-        busy = {sent.client.node_id for sent in self.sent.values()}
-        free = [client for client in self._pool if client.node_id not in busy]
-        places = min(max(0, self.concurrency - len(busy)), len(free))
-        cohort = sample(free, places, self.config.seed, round_.number)
-        self._recipients = {client.node_id for client in cohort}
-        return cohort
 
     def _draw_replacement(self, number: int) -> list[RegisteredClient]:
         """Draw a free client that has not trained this version; return [] if there is none."""

@@ -1,16 +1,15 @@
 """Run rounds of federated tuning: let clients train, sum their updates, evaluate, record.
 
-A round goes as in FedAvg (`_train`):
+Flower's `Strategy.start` has a fixed loop, buffers all replies and has no checkpoints, so `start`
+is overridden. A round goes
 
-    for sent, update in transport.exchange(round, release):   draw clients, send, wait, check
-        release.add(update)                                   to the round's sums
-    state.step(release.close())                               to the next state
+    configure_train        the transport and the release choose clients; each is sent a message
+    transport.exchange     replies, as they arrive, until the round may close
+    aggregate_train        each reply is read and checked whole, then added to the release's sums,
+                           of which the release makes the next state
 
 Which release and transport a run has follows from its settings (optional.py). What differs between
 methods is in the method. A round with fewer valid replies than `min-replies` stops the run.
-
-Flower's `Strategy` has one loop for all, buffers all replies of a round and has no checkpoints. So
-this is a loop of its own; `ravan_flwr.strategies` has strategies for Flower's loop.
 """
 
 import math
@@ -19,9 +18,9 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -47,7 +46,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 log = getLogger(__name__)
 
 
-class FederatedTuning:
+class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
     Args:
@@ -74,7 +73,7 @@ class FederatedTuning:
         smallest_cohort = self._release_class.smallest_cohort
         self.federation = Federation(config, loaded, start, privacy, smallest_cohort)
         transport: type[Transport] = load(TRANSPORTS[config.aggregation])
-        self.transport = transport(self.federation, start.memory)
+        self._transport = transport(self.federation, start.memory)  # of all rounds but round 0
         self._fetched: set[int] = set()  # nodes that have the app bundle
 
     def start(
@@ -83,6 +82,8 @@ class FederatedTuning:
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
         timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the rounds; the result has the arrays of the last one.
@@ -94,25 +95,24 @@ class FederatedTuning:
             install_object_check()
             retry_failed_calls(grid, timeout)
         result, federation, start = Result(), self.federation, self._resume_point
+        arrays = initial_arrays
         config, method, privacy = federation.config, federation.method, federation.privacy
         registry, state = federation.registry, federation.state
         federation.clock = find_clock(grid)
         federation.began = federation.clock.now - start.time
-        state.tensors = from_record(initial_arrays)
+        state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         registry.recruit(grid, wait=True)
         fixed, fixed_sent = federation.message_builder.fixed, registry.restore(start.memory)
         if fixed_sent and fixed is not None:
             cast(Any, grid).give_fixed(fixed, fixed_sent)  # only one in process has such a memory
-        clients = registry.clients.values()
-        eligible = sum(federation.sampler.can_train(client.budget_fraction) for client in clients)
-        report_start(config, method, list(map(federation.steps, clients)), eligible)
+        self.summary()
         if privacy is not None:
             privacy.begin(registry, num_rounds)
         self.callbacks.on_recruited()
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if method.calibration is not None and fixed is None:
-            self._train(0, grid)
+            arrays, _ = self._train(0, arrays, grid)
             fixed = federation.message_builder.fixed
             assert fixed is not None  # set by the round
             state.fingerprint = federation.loaded.model.load_fixed(from_record(fixed))
@@ -124,20 +124,21 @@ class FederatedTuning:
             # The last round is evaluated. Its end by time is known only after training.
             last = number == num_rounds or exceeds_max_bytes(config, self.records, rounds=2)
             last = last or (privacy is not None and privacy.ends_after(1))
-            # 3. Train: the next state.
-            self._train(number, grid)
-            loss, result.arrays = self.round.log.train_loss, to_record(state.tensors)
-            account = MetricRecord({} if loss is None else {"train-loss": loss})
-            result.train_metrics_clientapp[number] = account
+            # 3. Choose clients, send messages, take the replies, close: the next state.
+            arrays, train_metrics = self._train(number, arrays, grid)
+            result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
             last = last or 0 < config.until_time <= federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
             if number % config.eval_every == 0 or last:
                 with self.round.log.timed("evaluate"):
                     if evaluate_fn is None:
-                        metrics = self._evaluate_on_clients(number, grid)
+                        messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
+                        limits = replace(self.release.limits, enough=math.inf)
+                        replies = self.round.replies(messages, limits)
+                        metrics = self.aggregate_evaluate(number, replies)
                     else:
-                        metrics = evaluate_fn(number, result.arrays)
+                        metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self._record(metrics)
             # 6. Recruit nodes that have connected meanwhile, for the next round.
@@ -147,30 +148,42 @@ class FederatedTuning:
 
     # One round.
 
-    def _train(self, number: int, grid: Grid) -> None:
-        """Run a round as soon as enough clients are connected. Round 0 is the calibration."""
+    def _train(
+        self, number: int, arrays: ArrayRecord, grid: Grid
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Run a round as soon as enough clients are connected."""
         self.open_round(number, grid)
         self.federation.sampler.wait(grid, self.round.log)
-        # The calibration has a plain transport in all runs.
-        transport = self.transport if number else Plain(self.federation)
         with self.round.log.timed("train"):
-            self.aggregate_train(transport.exchange(self.round, self.release))
+            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
+            replies = self.transport.exchange(self.round, self.release, messages)
+            return self.aggregate_train(number, replies)
 
     def open_round(self, number: int, grid: Grid) -> None:
-        """Begin a round, with empty sums."""
+        """Begin a round, with empty sums. Round 0 is the calibration, with a plain transport."""
         federation, release = self.federation, self._release_class if number else Calibrated
         round_log = RoundLog(number, federation.registry.partitions)
         self.round = Round(federation.config, federation.message_builder, round_log, grid)
         self.release: Release = release(federation, self.round, federation.state.tensors)
+        self.transport = self._transport if number else Plain(federation)
 
-    def aggregate_train(self, updates: Iterable[tuple[Sent, Update]]) -> None:
-        """Sum the updates, head by head if there are heads, and step to the next state.
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients that train; return a message with the broadcast for each."""
+        return self.release.write(self.transport.draw(self.round, self.release))
 
-        Raise RuntimeError if they are too few. If the next state is refused, the old one stays, and
-        the record has the reason.
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Sum the valid updates, head by head if there are heads; return state and mean loss.
+
+        Raise RuntimeError if too few replies are valid. If the next state is refused, the old one
+        stays, and the record has the reason.
         """
         round_, release = self.round, self.release
-        for sent, update in updates:
+        # Lazy: the next reply is fetched, and the wait for it may end, after this one is used.
+        for sent, update in round_.valid(replies, release.read):
             release.add(update)
             self._log_use(sent, update)
             del update  # it may be as large as the model
@@ -181,14 +194,17 @@ class FederatedTuning:
             if mean is not None:
                 self.federation.state.step(mean, release.method.frozen_tensors)
         except ValueError as error:
-            if not round_.number:
+            if not server_round:
                 raise  # without the calibration's fixed tensors the run cannot start
             round_.log.refused = str(error)
             log.warning(
                 "round %d has no effect, the state stays as it was: %s; the record lists clients",
-                round_.number, error,
+                server_round, error,
             )  # fmt: skip
         release.state = {}  # the old state
+        loss = round_.log.train_loss
+        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.federation.state.tensors), metrics
 
     def _log_use(self, sent: Sent, update: Update) -> None:
         """Log a used update; also if its client had lost its personal parameters."""
@@ -204,25 +220,31 @@ class FederatedTuning:
         if self.round.number:  # a calibration leaves no personal parameters
             federation.trained.add(partition)
 
-    def _evaluate_on_clients(self, number: int, grid: Grid) -> MetricRecord | None:
-        """Let each client, but the skipped ones, evaluate the state on its validation split.
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Return a message for each client, but the skipped ones, to evaluate the state."""
+        federation, registry = self.federation, self.federation.registry
+        message_type = MessageType.EVALUATE
+        content = self.release.encode(federation.state.tensors)
+        clients = registry.without_skipped(registry.present(grid), message_type, server_round)
+        message = federation.message_builder.message
+        return [message(client, message_type, server_round, content, {}) for client in clients]
 
-        Return the mean, weighted by the clients' numbers of examples, or of other units; None if no
-        reply is valid.
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean over the clients' validation splits; None if no reply is valid.
+
+        The weights are the clients' numbers of examples, or of other units.
         """
         federation, registry = self.federation, self.federation.registry
         measures, share = federation.loaded.task.measures, federation.config.validation_share
-        message_type = MessageType.EVALUATE
-        content = self.release.encode(federation.state.tensors)
-        clients = registry.without_skipped(registry.present(grid), message_type, number)
-        message = federation.message_builder.message
-        messages = [message(client, message_type, number, content, {}) for client in clients]
 
         def read(reply: Message, sent: Sent) -> tuple[float, Metrics]:
             limit = max_validation_size(registry.examples(sent.client), share)
-            return read_evaluated(reply, number, measures, limit)
+            return read_evaluated(reply, server_round, measures, limit)
 
-        replies = self.round.replies(messages, replace(self.release.limits, enough=math.inf))
         valid = self.round.valid(replies, read)
         answers = {sent.client.partition_id: answer for sent, answer in valid}
         if not answers:
@@ -233,6 +255,13 @@ class FederatedTuning:
         return MetricRecord(dict(measures.completed(mean)))
 
     # Around the rounds.
+
+    def summary(self) -> None:
+        """Log the method, its number of trained parameters, and the clients of a round."""
+        federation, clients = self.federation, self.federation.registry.clients.values()
+        eligible = sum(federation.sampler.can_train(client.budget_fraction) for client in clients)
+        steps = list(map(federation.steps, clients))
+        report_start(federation.config, federation.method, steps, eligible)
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""
@@ -263,7 +292,7 @@ class FederatedTuning:
         return (
             federation.state.memory
             | federation.clock.memory
-            | self.transport.memory
+            | self._transport.memory
             | (federation.registry.memory if in_process(self.round.grid) else {})
             | (federation.privacy.memory if federation.privacy else {})
         )

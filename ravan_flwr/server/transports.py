@@ -9,6 +9,7 @@ from dataclasses import replace
 from logging import getLogger
 from types import MappingProxyType
 
+from flwr.app import Message
 from torch import Tensor
 
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -16,14 +17,13 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Limits, Round, Sent
-from ravan_flwr.server.update import Update
+from ravan_flwr.server.round import Limits, Round
 
 log = getLogger(__name__)
 
 
 class Transport(ABC):
-    """Turn the cohorts of a run's rounds into updates. One object serves a run.
+    """Turn the cohorts of a run's rounds into replies. One object serves a run.
 
     Args:
         federation: The parts of the run.
@@ -37,11 +37,17 @@ class Transport(ABC):
     ) -> None:
         self.federation = federation
 
-    @abstractmethod
-    def exchange(self, round_: Round, release: Release) -> Iterator[tuple[Sent, Update]]:
-        """Let clients train; yield their valid updates as they arrive, until the round may close.
+    def draw(self, round_: Round, release: Release) -> list[RegisteredClient]:  # noqa: ARG002
+        """Choose the clients that are sent messages when the round begins."""
+        return release.draw()
 
-        It is lazy: the next reply is fetched, and the wait may end, after an update is used.
+    @abstractmethod
+    def exchange(
+        self, round_: Round, release: Release, messages: list[Message]
+    ) -> Iterator[Message]:
+        """Send the messages; yield the replies as they arrive, until the round may close.
+
+        It is lazy: the next reply is fetched, and the wait may end, after a reply is used.
         """
 
     @property
@@ -53,16 +59,15 @@ class Transport(ABC):
 class Plain(Transport):
     """Send each drawn client a message; ask further clients if too few replies are valid."""
 
-    def exchange(self, round_: Round, release: Release) -> Iterator[tuple[Sent, Update]]:
+    def exchange(
+        self, round_: Round, release: Release, messages: list[Message]
+    ) -> Iterator[Message]:
         # A node's failure loses its reply, but not the round while other clients can be asked.
-        clients = release.draw()
-        while clients:
-            came = len(round_.log.clients)  # valid replies of the clients asked before
-            limits = release.limits
+        while messages:
+            came, limits = len(round_.log.clients), release.limits  # of the clients asked before
             limits = replace(limits, enough=limits.enough - came, quorum=limits.quorum - came)
-            replies = round_.replies(release.write(clients), limits)
-            yield from round_.valid(replies, release.read)
-            clients = self._draw_more(round_, release.limits)
+            yield from round_.replies(messages, limits)
+            messages = release.write(self._draw_more(round_, release.limits))
 
     def _draw_more(self, round_: Round, limits: Limits) -> list[RegisteredClient]:
         """Draw further clients if too few replied; none if all clients were asked."""
