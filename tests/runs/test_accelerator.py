@@ -62,11 +62,11 @@ def run_rounds(settings, fraction, steps):
         total = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
             sent = make_broadcast(method, state, fraction)
-            work = ClientWork(
+            own = ClientWork(
                 examples, sent, fraction, steps, ClientRound(5, number, client),
                 personal.get(client),
             )  # fmt: skip
-            result = train_locally(model, task, work)
+            result = train_locally(model, task, own)
             personal |= {client: result.personal} if result.personal else {}
             total.check_and_add(result.upload, fraction)
         state = total.close()
