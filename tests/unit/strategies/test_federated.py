@@ -706,7 +706,7 @@ def test_an_evaluation_depends_on_seed_round_and_partition_alone(tmp_path):
     assert len({*first}) == 4  # of two clients in two rounds
 
 
-class Stream(torch.utils.data.IterableDataset):
+class Stream(torch.utils.data.IterableDataset[Any]):
     def __init__(self, data):
         self.data = data
 
