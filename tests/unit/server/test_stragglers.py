@@ -256,7 +256,7 @@ class Keyed(Reconnecting):
 def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog, tmp_path):
     _, first, _ = train_all(Keyed())
     directory = RunDirectory(tmp_path)
-    directory.write_node_keys(first.registry.owners)
+    directory.write_node_keys(first.federation.registry.owners)
     owners = directory.read_node_keys()
     assert set(owners) == {0, 1, 2, 3}
     assert len(set(owners.values())) == 4
@@ -264,15 +264,15 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     stolen = Keyed()  # while the owner, node 14, is not connected
     stolen.keys = {14: b"of somebody else"}
     _, again, _ = train_all(stolen, owners=owners)
-    assert "partition-id 0 belongs to a node with another key" in again.registry.refused[14]
-    assert "node-keys.json" in again.registry.refused[14]
-    assert again.registry.clients.keys() == {11, 12, 13}
-    assert again.registry.owners == owners
+    assert "partition-id 0 belongs to a node with another key" in again.federation.registry.refused[14]
+    assert "node-keys.json" in again.federation.registry.refused[14]
+    assert again.federation.registry.clients.keys() == {11, 12, 13}
+    assert again.federation.registry.owners == owners
 
     anew = Keyed()  # SuperNodes without keys of their own have new ones after a restart
     anew.keys = {n: b"new %d" % n for n in (11, 12, 13, 14)}
     _, new, _ = train_all(anew, owners=owners)
-    assert not new.registry.refused
+    assert not new.federation.registry.refused
     assert "no node has its earlier key" in caplog.text
 
 
@@ -433,8 +433,8 @@ def test_a_claim_of_own_examples_is_limited_by_the_others_or_the_operator():
     }
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
     capped = strategy_with(nodes, weighting="examples", max_examples=7)
-    capped.registry.recruit(nodes, wait=True)
-    assert {weight(capped, m) for m in capped.registry.clients.values()} == {7.0}
+    capped.federation.registry.recruit(nodes, wait=True)
+    assert {weight(capped, m) for m in capped.federation.registry.clients.values()} == {7.0}
 
 
 def test_missing_and_absurd_claims_are_refused():
