@@ -150,20 +150,13 @@ class HugeEvaluationLoss(WrongMetric):
 
 
 class Accuracy123(WrongMetric):
-    kind, key, value, reason = (
-        "evaluate",
-        "accuracy",
-        123.0,
-        "accuracy is 123, expected from 0 to 1",
-    )
+    kind, key, value = "evaluate", "accuracy", 123.0
+    reason = "accuracy is 123, expected from 0 to 1"
 
 
 class LongFingerprint(WrongMetric):
-    key, value, reason = (
-        "fingerprint",
-        [1.0] * 1_000_000,
-        r"fingerprint \[1.0, 1.0, .*expected \[1.0, 2",
-    )
+    key, value = "fingerprint", [1.0] * 1_000_000
+    reason = r"fingerprint \[1.0, 1.0, .*expected \[1.0, 2"
 
 
 class RoundIsList(WrongMetric):

@@ -25,19 +25,21 @@ def saved_for_backward(network):
         yield saved
 
 
-def bytes_for_backward(loaded, fraction, batch_size, dtype=None):
-    """Return a client's saved bytes, each storage once, and its trained bytes."""
+def saved_bytes(loaded, batch, fraction=1.0, dtype=None):
+    """Return the bytes that a client's step saves for its backward pass, each storage once."""
     model = loaded.model
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
     with model.holding(model.initial_state()):
         model.method.choose(model.adapters, fraction, torch.Generator(), lambda: None)
-        batch = loaded.test_sets["test"].take(np.arange(batch_size))
         model.network.train()
-        with (
-            saved_for_backward(model.network) as saved,
-            torch.autocast("cpu", dtype, enabled=dtype is not None),
-        ):
+        with saved_for_backward(model.network) as saved, autocast:
             loss = loaded.task.loss(model.network, batch)
-        measured = sum(size for size, _ in saved.values())
-        trained = sum(4 * p.numel() for p in model.parameters())
         del loss
-    return measured, trained
+        trained = sum(4 * p.numel() for p in model.parameters())
+    return sum(size for size, _ in saved.values()), trained
+
+
+def bytes_for_backward(loaded, fraction, batch_size, dtype=None):
+    """Return a client's saved bytes, each storage once, and its trained bytes."""
+    batch = loaded.test_sets["test"].take(np.arange(batch_size))
+    return saved_bytes(loaded, batch, fraction, dtype)

@@ -25,6 +25,16 @@ def records_of(simulation):
     return [json.loads(line) for line in lines]
 
 
+def records_without_times(simulation):
+    """Return the records of a run's rounds without what is measured."""
+    records = records_of(simulation)
+    for record in records:
+        del record["seconds"], record["phases"], record["time"]
+        for client in record["clients"]:
+            del client["seconds"], client["span"]
+    return records
+
+
 def state_of(simulation, number):
     """Return the global state after a round."""
     return load_checkpoint(simulation.run_dir / "checkpoints", number).state

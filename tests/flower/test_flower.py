@@ -22,6 +22,7 @@ from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from tests import ROOT, short_runs
+from tests.commands import error_of
 from tests.support.checkout import copy_checkout
 from tests.support.deployment import copy_app
 
@@ -210,7 +211,4 @@ def test_quotes_around_a_value_are_taken_off_in_pairs():
 @pytest.mark.slow
 def test_a_folder_without_the_app_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", "--engine=flower"])
-    assert end.value.code == 2
-    assert "found no pyproject.toml in" in capsys.readouterr().err
+    assert "found no pyproject.toml in" in error_of(capsys, "simulate", "--engine=flower")

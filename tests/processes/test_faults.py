@@ -8,7 +8,7 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.config.keys import as_key_values
 from ravan_flwr.runs.checkpoint import load_checkpoint
-from tests.short_runs import SHORT, records_of
+from tests.short_runs import SHORT, records_without_times
 
 SETTINGS = SHORT | {
     "num-rounds": 4, "clients-per-round": 2, "eval-every": 2, "classifier": "trained",
@@ -60,15 +60,6 @@ def final_of(run_dir):
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def without_times(run):
-    records = records_of(run)
-    for record in records:
-        del record["seconds"], record["phases"], record["time"]
-        for client in record["clients"]:
-            del client["seconds"], client["span"]
-    return records
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -90,7 +81,7 @@ def test_a_killed_server_resumes_to_the_same_bits(moment, python, uninterrupted,
     resumed = simulate(settings | {"resume": str(run_dir)}, CLIENTS)
     assert resumed.run_dir == run_dir
     assert final_of(run_dir) == final_of(uninterrupted.run_dir)
-    assert without_times(resumed) == without_times(uninterrupted)
+    assert records_without_times(resumed) == records_without_times(uninterrupted)
     assert resumed.summary["rounds"] == 4
     temporary = [path.name for path in run_dir.rglob("*.tmp")]
     assert len(temporary) <= 1  # the file that was being written
@@ -120,7 +111,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, uninte
     assert load_checkpoint(run_dir / "checkpoints").round == 2
     resumed = simulate(settings | {"resume": str(run_dir)}, CLIENTS)
     assert final_of(run_dir) == final_of(uninterrupted.run_dir)
-    assert without_times(resumed) == without_times(uninterrupted)
+    assert records_without_times(resumed) == records_without_times(uninterrupted)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ import httpx
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
-from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import NotAvailableError, hub_errors
 from ravan_flwr.data.model_folder import model_folder, weight_files
 from ravan_flwr.specs import Scalar
@@ -313,19 +311,6 @@ def test_data_that_are_gated_or_private_need_a_login():
     error = pytest.raises(ValueError, match="data org/x: the hub refuses it .*`hf auth login`")
     with error, hub_errors("data", "org/x"):
         raise DatasetNotFoundError("Dataset 'org/x' is a gated dataset on the Hub.")
-
-
-@pytest.mark.parametrize("kind", ["model", "data"])
-def test_a_folder_that_has_moved_is_not_looked_for_on_the_hub(kind, tmp_path):
-    gone = str(tmp_path / "gone")
-    preset = tmp_path / "mine.yaml"
-    places = {"model": "org/bert", "data": "org/texts", kind: gone}
-    preset.write_text(f"task: text\nmodel: {places['model']}\ndata: {places['data']}\n")
-    config = read_config(with_preset_path({"preset": str(preset)}))
-    with pytest.raises(ValueError, match="found no such folder") as caught:
-        load_splits(config.data) if kind == "data" else model_folder(config.model)
-    assert gone in str(caught.value)
-    assert "hf download /" not in str(caught.value)
 
 
 def test_the_nodes_cache_folder_is_used(tmp_path, python_without_hub):

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr import result_of
-from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
+from tests.commands import error_of
 from tests.methods import LAYERS, aggregate, assert_close, build, personal_state, train_client
 from tests.short_runs import records_of, run
 
@@ -164,9 +164,8 @@ def test_two_rounds_with_skewed_budgets_and_their_export(tmp_path, capsys):
     with result_of(done.run_dir, trained) as loaded:
         assert any(adapter.mean.any() for adapter in loaded.model.adapters)
     for client in ([], ["--client", str(trained)]):
-        with pytest.raises(SystemExit):
-            main(["export", str(done.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
-        assert "mix two adapters" in capsys.readouterr().err
+        error = error_of(capsys, "export", done.run_dir, "--as", "merged", tmp_path / "x", *client)
+        assert "mix two adapters" in error
     assert not (tmp_path / "x").exists()
 
 

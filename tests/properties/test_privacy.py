@@ -20,7 +20,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, expand_to_state
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import find_epsilon, multiplier_for
-from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import check_finite
 from tests.methods import aggregate, build, some_state, train_client
@@ -158,12 +158,6 @@ def test_noise_does_not_depend_on_the_seed():
         torch.manual_seed(0)
         drawn.append(ClippedSum(state, 1.0).release(Noise(1.0, 1), {"H": torch.ones(1)})["H"])
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(3) for j in range(i))
-
-
-def test_a_cohort_is_sampled_with_its_rate():
-    assert subsample(100, 1.0).tolist() == list(range(100))
-    assert not len(subsample(100, 0.0))
-    assert len(subsample(4000, 0.15)) == pytest.approx(600, abs=120)
 
 
 # A clip norm that adapts.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import peft
-import pytest
 import torch
 import transformers
 from PIL import Image
@@ -17,7 +16,6 @@ from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from ravan_flwr import simulate
-from ravan_flwr.cli import main
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 from tests.short_runs import SHORT
@@ -32,6 +30,8 @@ MODULES = (
     "textwrap", "zipfile",
 )  # fmt: skip
 LABELS = ("negative", "positive")
+# Methods that change pretrained weights.
+OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 
 
 def digit_images(side, mode):
@@ -123,14 +123,6 @@ def run_of_texts(folder: Path, **changes: Scalar):
         "local-steps": 40,
     }  # fmt: skip
     return simulate(QUICK | settings | changes, 2)
-
-
-def error_of(capsys, *words):
-    """Return what a command prints that ends with status 2."""
-    with pytest.raises(SystemExit) as end:
-        main([*map(str, words)])
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 def logits_of(network, examples):

@@ -29,6 +29,7 @@ from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network, default_targets
+from tests.runs.in_use import OF_WEIGHTS
 from tests.runs.small_models import small_settings
 from tests.short_runs import records_of, same_bits
 from tests.support.tiny import MODELS, PIXELS, TOKENS, save_model
@@ -59,13 +60,9 @@ def loss_of(network, loaded):
         return loaded.task.loss(network.eval(), batch_of(loaded))
 
 
-# Methods that change pretrained weights.
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 # Personalised methods have the layers of fedit (tests/runs/test_personal.py).
 OF_ADAPTERS = [
-    name
-    for name, listed in METHODS.items()
-    if name not in METHODS_OF_WEIGHTS and not listed.personalised
+    name for name, listed in METHODS.items() if name not in OF_WEIGHTS and not listed.personalised
 ]
 # Every architecture with an adapter, the methods in turn; some with methods that change weights.
 PAIRS = [
@@ -86,7 +83,7 @@ def test_an_architecture_trains_and_exports_give_the_runs_loss(kind, method, set
         merged = merged_network(loaded)
         expected, actual = loss_of(loaded.model.network, loaded), loss_of(merged, loaded)
         torch.testing.assert_close(expected, actual, rtol=1e-4, atol=1e-4)
-        if method in METHODS_OF_WEIGHTS:
+        if method in OF_WEIGHTS:
             return
         built = build_network(loaded.config.model, loaded.task, seed=99)  # another classifier
         base: Any = copy.deepcopy(built.network)

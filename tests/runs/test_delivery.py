@@ -19,10 +19,9 @@ from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.results.export import export_run
 from ravan_flwr.specs import Scalar
 from tests import short_runs
-from tests.runs.in_use import check_logits, examples_and_logits
+from tests.runs.in_use import OF_WEIGHTS, check_logits, examples_and_logits
 from tests.support.tiny import save_data, save_model
 
-OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 NO_RESULT_PATH = "its node config has no result-path"
 
 

@@ -13,11 +13,10 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.peft import RavanLinear
 from ravan_flwr.results.evaluation import result_of
 from tests import short_runs
-from tests.runs.in_use import check_logits, error_of, examples_and_logits
+from tests.commands import error_of
+from tests.runs.in_use import OF_WEIGHTS, check_logits, examples_and_logits
 
 METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # also exported as heads
-# Methods that change pretrained weights.
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 
 
 def run_of(folder, clients=3, **settings):
@@ -43,7 +42,7 @@ def exported(run, tmp_path_factory):
     """Return form -> folder of the run's export."""
     folder = tmp_path_factory.mktemp("exported")
     method = run.summary["method"]
-    forms = ["merged"] + ["peft"] * (method not in METHODS_OF_WEIGHTS)
+    forms = ["merged"] + ["peft"] * (method not in OF_WEIGHTS)
     forms += ["ravan"] * (method in METHODS_OF_HEADS)
     folders = {form: folder / form for form in forms}
     for form, path in folders.items():
@@ -67,7 +66,7 @@ def test_the_exports_give_the_logits_of_the_run(run, exported):
     networks = {form: check_logits(path, loaded, expected) for form, path in exported.items()}
     assert networks["merged"].config.id2label[7] == "7"
 
-    of_weights = run.summary["method"] in METHODS_OF_WEIGHTS
+    of_weights = run.summary["method"] in OF_WEIGHTS
     folder, form = ("merged", "merged") if of_weights else ("adapter", "peft")
     own_result = run.run_dir / folder
     assert own_result.is_dir() == (client_of(run) is None)
@@ -108,13 +107,13 @@ def test_an_exported_adapter_has_the_runs_bases_and_can_be_trained(options, tmp_
 
 def test_a_form_that_the_method_lacks_is_refused(run, tmp_path, capsys):
     method, words = run.summary["method"], [*client_words(run), tmp_path / "x"]
-    if method in METHODS_OF_WEIGHTS:
+    if method in OF_WEIGHTS:
         error = error_of(capsys, "export", run.run_dir, "--as", "peft", *words)
         assert "changes pretrained weights, which no adapter holds" in error
     if method not in METHODS_OF_HEADS:
         error = error_of(capsys, "export", run.run_dir, "--as", "ravan", *words)
         assert f"method '{method}' trains no heads between frozen bases" in error
-        assert ("or --as peft; use that" in error) == (method not in METHODS_OF_WEIGHTS)
+        assert ("or --as peft; use that" in error) == (method not in OF_WEIGHTS)
     assert not (tmp_path / "x").exists()
 
 

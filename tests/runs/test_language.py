@@ -24,7 +24,7 @@ from ravan_flwr.training.local_steps import ClientWork, make_training_settings, 
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
-from tests.memory import saved_for_backward
+from tests.memory import saved_bytes
 from tests.runs.test_architectures import check_mixing_is_found
 from tests.short_runs import records_of
 from tests.support.tiny import save_speaker
@@ -152,16 +152,9 @@ def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
     loaded = loaded_of(settings)
     examples = loaded.partition(0, 1).train
-    task, model = loaded.task, loaded.model
-    batch = task.collate(examples.take(np.arange(micro_batch)))
+    batch = loaded.task.collate(examples.take(np.arange(micro_batch)))
     assert batch["input_ids"].shape == (micro_batch, 96)
-    with model.holding(model.initial_state()):
-        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
-        model.network.train()
-        with saved_for_backward(model.network) as saved:
-            loss = task.loss(model.network, batch)
-        measured = sum(size for size, _ in saved.values())
-        del loss
+    measured, _ = saved_bytes(loaded, batch)
     counted = step_memory(loaded.config, 1.0).activations
     # The plan counts keys as often as queries, and for packing a mask as well.
     assert measured <= counted < (1.5 if batching == "packed" else 1.1) * measured

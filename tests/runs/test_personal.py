@@ -16,7 +16,7 @@ from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.runs.checkpoint import load_personal_states, save_personal_states
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests import short_runs
-from tests.runs.in_use import error_of
+from tests.commands import error_of
 from tests.short_runs import records_of, same_bits
 
 run = functools.partial(short_runs.run, settings={"num-rounds": 3, "clients-per-round": 2})

@@ -15,7 +15,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training.cost import step_memory, step_operations
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests.docstrings import QUICK, lines
-from tests.memory import saved_for_backward
+from tests.memory import saved_bytes
 from tests.short_runs import records_of
 from tests.support.tiny import WORDS, save_speaker, texts
 
@@ -157,17 +157,10 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch,
     """For pairs of maximal length; only the policy's tensors are saved, for both texts."""
     _, settings, folder = preference_run
     loaded = loaded_of(settings, **{"micro-batch-size": micro_batch, "batch-size": 4})
-    task, model = loaded.task, loaded.model
     ids = torch.full((2 * micro_batch, 64), 5)
     positions = torch.arange(ids.numel()).view_as(ids)[:, :-1].flatten()
     batch = {"input_ids": ids, "positions": positions, "targets": torch.full_like(positions, 5)}
-    with model.holding(model.initial_state()):
-        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
-        model.network.train()
-        with saved_for_backward(model.network) as saved:
-            loss = task.loss(model.network, batch)
-        measured = sum(size for size, _ in saved.values())
-        del loss
+    measured, _ = saved_bytes(loaded, batch)
     counted = step_memory(loaded.config, 1.0).activations
     assert measured <= counted < 1.1 * measured
     # Compared with a step on as many texts of `causal`, which has no forward of the reference.
@@ -185,7 +178,7 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch,
     )
     # The reference has no adapters. For adapters A x is counted, but not B's product in place.
     adapter_operations = (
-        2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in model.layers)
+        2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in loaded.model.layers)
     )
     assert pairs_forward == 2 * forward - adapter_operations
     assert pairs_step - step == pairs_forward - forward

@@ -22,8 +22,8 @@ from ravan_flwr.results.spectrum import Spectra, effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
+from tests.commands import error_of
 from tests.hostile_texts import HOSTILE
-from tests.runs.in_use import error_of
 from tests.short_runs import records_of, run
 from tests.tags import Tags
 

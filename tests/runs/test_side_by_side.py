@@ -17,7 +17,7 @@ from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.training.machine import CORES
 from tests import short_runs
-from tests.short_runs import records_of, same_bits
+from tests.short_runs import records_of, records_without_times, same_bits
 from tests.support import ROOT
 
 pytestmark = [
@@ -56,18 +56,8 @@ def run(folder, processes, **more):
     return short_runs.run(folder / str(processes), 6, settings, **more)
 
 
-def without_times(simulation):
-    """Return a run's records without times."""
-    found = records_of(simulation)
-    for record in found:
-        del record["seconds"], record["phases"], record["time"]
-        for client in record["clients"]:
-            del client["seconds"], client["span"]
-    return found
-
-
 def assert_same(simulation, other):
-    assert without_times(simulation) == without_times(other)
+    assert records_without_times(simulation) == records_without_times(other)
     states = [load_checkpoint(run.run_dir / "checkpoints").state for run in (simulation, other)]
     assert same_bits(*states)
 

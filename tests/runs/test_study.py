@@ -18,6 +18,7 @@ from ravan_flwr.lab.running import run_study
 from ravan_flwr.lab.spec import read_study
 from ravan_flwr.lab.tables import markdown, rows_as_csv
 from ravan_flwr.training.machine import CORES, usable_cores
+from tests.commands import error_of
 from tests.hand_made import SUMMARY
 from tests.studies import chosen as choice_of
 from tests.unit.lab import written
@@ -184,13 +185,9 @@ def test_a_failed_run_is_listed_and_the_others_continue(tmp_path, caplog, forked
 
 
 def test_mistakes_on_the_command_line_are_errors(tmp_path, capsys):
-    for words in (["study", str(tmp_path / "x.yaml")], ["study", __file__, "--jobs", "0"]):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 2
-    errors = capsys.readouterr().err
-    assert f"found no file {tmp_path / 'x.yaml'}" in errors
-    assert "--jobs 0: expected" in errors
+    missing = tmp_path / "x.yaml"
+    assert f"found no file {missing}" in error_of(capsys, "study", missing)
+    assert "--jobs 0: expected" in error_of(capsys, "study", __file__, "--jobs", 0)
 
 
 # The paper's numbers, and its studies.

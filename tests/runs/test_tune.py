@@ -19,6 +19,7 @@ from ravan_flwr.lab import spec
 from ravan_flwr.lab.choosing import RateChoice, Score
 from ravan_flwr.lab.tuning import _check_examples, adopt, plan_tuning
 from ravan_flwr.training import model_and_data
+from tests.commands import error_of
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
@@ -53,14 +54,6 @@ def tuning_with_best(settings, rate=1e-2):
     }
     tried = [1e-3, rate, 0.03]
     return tuning, RateChoice(tuning.grid, tried, scores, False)
-
-
-def refused(code, capsys, *words):
-    """Run `tune`, which ends with this code; return its errors."""
-    with pytest.raises(SystemExit) as end:
-        main(["tune", *words])
-    assert end.value.code == code
-    return capsys.readouterr().err
 
 
 def read_rates(folder):
@@ -142,7 +135,7 @@ def test_a_dry_run_runs_nothing(tmp_path, capsys):
 @pytest.mark.slow
 def test_when_every_rate_fails_the_error_has_the_first_reason(tmp_path, forked_runs, capsys):
     failing = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
-    errors = refused(1, capsys, *SHORT, *failing, "--output", str(tmp_path))
+    errors = error_of(capsys, "tune", *SHORT, *failing, "--output", tmp_path, status=1)
     assert "every learning rate failed; the first: " in errors
     assert "got no valid reply" in errors
     assert not (tmp_path / "results.md").exists()
@@ -152,10 +145,8 @@ def test_when_every_rate_fails_the_error_has_the_first_reason(tmp_path, forked_r
 def test_a_missing_device_is_an_error_before_any_run(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(conf_folder().parent)
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: pytest.fail("too late"))
-    with pytest.raises(SystemExit) as end:
-        main([*words, "device=cuda:99", "--output", str(tmp_path / "out")])
-    assert end.value.code == 2
-    assert "device = 'cuda:99' is not there" in capsys.readouterr().err
+    error = error_of(capsys, *words, "device=cuda:99", "--output", tmp_path / "out")
+    assert "device = 'cuda:99' is not there" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -226,8 +217,8 @@ def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path)
 
 
 def test_too_few_examples_for_validation_splits_are_refused_before_any_run(tmp_path, capsys):
-    words = "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")
-    assert "a client has 1 example under seed 100" in refused(2, capsys, *words)
+    words = "num-clients=1438", "partition=iid", "--output", tmp_path / "out"
+    assert "a client has 1 example under seed 100" in error_of(capsys, "tune", *words)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
@@ -244,4 +235,4 @@ def test_invalid_arguments_of_tune_are_errors(capsys):
         (["--jobs", "0"], "--jobs 0: expected a whole number"),
         (["seed"], "got 'seed', expected KEY=VALUE"),
     ):
-        assert message in refused(2, capsys, *words)
+        assert message in error_of(capsys, "tune", *words)

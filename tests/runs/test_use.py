@@ -19,14 +19,8 @@ from ravan_flwr.results import prediction
 from ravan_flwr.results.evaluation import _is_trained_on
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.text import Text
-from tests.runs.in_use import (
-    LABELS,
-    QUICK,
-    digit_images,
-    error_of,
-    run_of_digits,
-    run_of_texts,
-)
+from tests.commands import error_of
+from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
 from tests.support.tiny import save_data, save_model
 
 # `datasets` does not close CSV files and damaged images before garbage collection.

@@ -15,6 +15,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import check_same_app
 from scripts import check_words
 from tests import ROOT
+from tests.commands import error_of
 from tests.hand_made import FINGERPRINT, registered_client
 from tests.own_models import make_bert
 
@@ -62,10 +63,7 @@ def test_a_mistake_prints_the_error_on_the_page(command, printed, folder, monkey
     for name, method in (("RUN", "ravan"), ("FULL", "full")):
         (run,) = folder.glob(f"runs/*-{method}-*")
         command = re.sub(rf"\b{name}\b", str(run.relative_to(folder)), command)
-    with pytest.raises(SystemExit) as end:
-        main(shlex.split(command)[1:])
-    assert end.value.code == 2
-    output = " ".join(capsys.readouterr().err.split())
+    output = " ".join(error_of(capsys, *shlex.split(command)[1:]).split())
     pattern = ".*".join(re.escape(part.strip()) for part in printed.split("..."))
     assert re.search(pattern, output), output
 

@@ -78,9 +78,7 @@ def test_local_steps_or_local_epochs_set_the_length_of_training(preset):
     assert work(**{"local-steps": "epochs"}) == (None, 1.0)
     assert work(**{"local-steps": 3}) == (3, None)
     for wrong in (0, -1, float("nan"), 1e9, "one"):
-        with pytest.raises(
-            ValueError, match="local-steps = .*: number = .*: expected a number above 0"
-        ):
+        with pytest.raises(ValueError, match="local-steps = .*: number = .*: .* number above 0"):
             work(**{"local-steps": f"epochs:{wrong}"})
     for wrong in (0, 1.5, "one", "epoch:1"):
         expected = rf"local-steps = {wrong!r}: expected epochs:NUMBER, or a whole number at least 1"
@@ -192,10 +190,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"method": "fedsa-lora", "evaluate-on": "server"}, "evaluate-on = 'server': got method"),
         ({"method": "local", "evaluate-on": "server"}, "each client has a model of its own"),
         ({"method": "local", "validation-share": 0.0}, "needs examples to evaluate on"),
-        (
-            {"method": "centralised", "local-steps": "epochs:1"},
-            "local-steps = 'epochs:1': got m",
-        ),
+        ({"method": "centralised", "local-steps": "epochs:1"}, "local-steps = 'epochs:1': got m"),
         ({"batching": "packed"}, "batching = 'packed': .*digits-vit.yaml has no text"),
         ({"preset": "glue-llama", "batching": "packed"}, "glue-llama.yaml has task 'text'"),
         ({"glue-task": "rte"}, "glue-task = 'rte': .* has no GLUE tasks"),

@@ -2,13 +2,14 @@
 
 import pytest
 
-from ravan_flwr.cli import EARLIER, main
+from ravan_flwr.cli import EARLIER
 from ravan_flwr.config.key import EARLIER as EARLIER_KEYS
 from ravan_flwr.config.key import OTHER_NAMES, nearest
 from ravan_flwr.config.keys import KEYS, as_key_values, check_key, read_settings
 from ravan_flwr.launch.start import read_start
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from tests.commands import error_of
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,6 @@ def test_the_nearest_choice_ignores_case(value, choices, meant):
     assert nearest(value, choices) == meant
 
 
-def error_of(capsys, *words):
-    """Return what a command writes that refuses its words."""
-    with pytest.raises(SystemExit) as end:
-        main([*words])
-    assert end.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -88,6 +81,9 @@ def error_of(capsys, *words):
         (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
         (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
         (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
+        (["method=fedavg"], "method 'fedavg' is unknown: did you mean 'fedit' or 'full'?"),
+        (["method=FedAvg"], "method 'FedAvg' is unknown: did you mean 'fedit' or 'full'?"),
+        (["method=lora"], "method 'lora' is unknown: did you mean 'fedit'?"),
         # Those of the data and the machine are found after imports.
         (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no writable folder"),
         (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
@@ -152,15 +148,6 @@ def test_keys_and_commands_of_earlier_versions_name_the_present_ones(capsys):
 def test_the_usual_name_of_a_key_is_answered_with_ours(typed, meant, capsys):
     message = f"unknown key {typed!r}: did you mean {meant}?"
     assert message in error_of(capsys, "simulate", f"{typed}=1")
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("fedavg", "'fedit' or 'full'"), ("FedAvg", "'fedit' or 'full'"), ("lora", "'fedit'")],
-)
-def test_the_usual_name_of_a_method_is_answered_with_ours(typed, meant, capsys):
-    message = f"method {typed!r} is unknown: did you mean {meant}?"
-    assert message in error_of(capsys, "simulate", f"method={typed}")
 
 
 def test_other_names_lead_to_what_exists():

@@ -10,6 +10,7 @@ from ravan_flwr.lab import spec
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.spec import read_study
 from ravan_flwr.lab.tables import Page
+from tests.commands import error_of
 from tests.studies import fill
 from tests.support import ROOT
 from tests.unit.lab.written import written
@@ -129,10 +130,8 @@ def test_a_page_edited_meanwhile_is_checked_again_before_it_is_written(tmp_path,
 def test_a_page_that_is_missing_or_no_text_is_refused(tmp_path, study, capsys):
     (tmp_path / "results.md").write_bytes(b"\xff\xfe")
     for name in ("results.md", "no.md"):
-        with pytest.raises(SystemExit) as end:
-            main(["study", str(study), "--page", str(tmp_path / name)])
-        assert end.value.code == 2
-        assert "expected a page in Markdown" in capsys.readouterr().err
+        error = error_of(capsys, "study", study, "--page", tmp_path / name)
+        assert "expected a page in Markdown" in error
     assert not (tmp_path / "studies").exists()
 
 

@@ -39,14 +39,10 @@ def number_of_runs(study, results):
     return len({run.name for table in study.tables for run in planned_runs(table, results)})
 
 
-def test_runs_are_counted_before_their_rates_are_chosen(path, tmp_path):
+def test_runs_are_counted_before_and_after_their_rates_are_chosen(path, tmp_path):
     study, results = read_study(path), Results(tmp_path)
     assert number_of_runs(study, results) == CHOICE + 2 * EACH_TABLE
     assert runs_beyond(study, results) == 2 * 3 * 2  # 3 extensions of 2 rows, with 2 seeds
-
-
-def test_runs_are_counted_after_their_rates_are_chosen(path, tmp_path):
-    study, results = read_study(path), Results(tmp_path)
     fill(study, results, lambda settings: -abs(settings["learning-rate"] - 3e-3))
     assert number_of_runs(study, results) == CHOICE + 2 * EACH_TABLE
     assert runs_beyond(study, results) == 0

@@ -17,6 +17,7 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.launch import credentials, doctor
 from ravan_flwr.launch.credentials import make_credentials
+from tests.commands import error_of
 
 
 class Server:
@@ -284,7 +285,4 @@ def test_an_exposed_superlink_port_is_reported(monkeypatch):
 
 
 def test_an_unknown_folder_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "found neither superlink.crt nor ca.crt" in capsys.readouterr().err
+    assert "found neither superlink.crt nor ca.crt" in error_of(capsys, "doctor", tmp_path)

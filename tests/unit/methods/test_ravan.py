@@ -87,9 +87,7 @@ def test_asked_for_heads_a_client_trains_them_and_no_other(scaling):
     assert [adapter.trained_heads() for adapter in adapters] == [[0, 1, 2], [1]]
     trained = method.parameters(adapters)
     assert sum(p.numel() for p in trained) == 4 * 4 + 4 * (scaling == "trained")
-    with pytest.raises(
-        ValueError, match="asked to train 4 heads, expected 2 at most with a budget"
-    ):
+    with pytest.raises(ValueError, match="asked to train 4 heads, expected 2 at most"):
         method.train_rows(adapters, rows, 1 / 3)
 
 

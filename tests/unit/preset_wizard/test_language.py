@@ -11,6 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.preset_wizard.create import new_preset
 from ravan_flwr.preset_wizard.data_summary import find_columns
 from ravan_flwr.training.model_and_data import get_model_and_data
+from tests.commands import error_of
 from tests.docstrings import lines
 from tests.support.tiny import save_speaker, texts
 
@@ -102,9 +103,8 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     assert config.data.chat_template == template
     assert get_model_and_data(config).task.reader.chat_template == template
     file.write_text(lines([{"prompt": "a", "completion": "b"}] * 60))
-    with pytest.raises(SystemExit):
-        main(["new", "other", *words])
-    assert "it writes the column messages, which data.columns has not" in capsys.readouterr().err
+    error = error_of(capsys, "new", "other", *words)
+    assert "it writes the column messages, which data.columns has not" in error
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,9 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     stolen = Keyed()  # while the owner, node 14, is not connected
     stolen.keys = {14: b"of somebody else"}
     _, again, _ = train_all(stolen, owners=owners)
-    assert "partition-id 0 belongs to a node with another key" in again.federation.registry.refused[14]
+    assert (
+        "partition-id 0 belongs to a node with another key" in again.federation.registry.refused[14]
+    )
     assert "node-keys.json" in again.federation.registry.refused[14]
     assert again.federation.registry.clients.keys() == {11, 12, 13}
     assert again.federation.registry.owners == owners

@@ -507,84 +507,52 @@ def not_a_number():
 
 
 INVALID: dict[str, tuple[Any, str]] = {
-    "no model of PEFT": (
-        lambda f: federated(make_trainer(f, Network())),
-        "got a Network .* make it with get_peft_model",
-    ),
-    "another tuner": (
-        lambda f: federated(make_trainer(f, make_model(ia3))),
-        "adapter 'default' is of a IA3Model, expected heads or a LoRA; .* with RavanConfig or",
-    ),
-    "a prompt": (
-        lambda f: federated(make_trainer(f, prompted())),
-        "adapter 'default' is of a PromptTuningConfig, expected heads or a LoRA; .* with RavanCon",
-    ),
-    "a trained backbone": (
-        lambda f: federated(make_trainer(f, backbone_trained())),
-        "'base_model.model.first.base_layer.weight' is trained and not part of the adapter",
-    ),
+    "no model of PEFT": (lambda f: federated(make_trainer(f, Network())),
+        "got a Network .* make it with get_peft_model"),
+    "another tuner": (lambda f: federated(make_trainer(f, make_model(ia3))),
+        "adapter 'default' is of a IA3Model, expected heads or a LoRA; .* with RavanConfig or"),
+    "a prompt": (lambda f: federated(make_trainer(f, prompted())),
+        "adapter 'default' is of a PromptTuningConfig, expected heads or a LoRA; .* with RavanCon"),
+    "a trained backbone": (lambda f: federated(make_trainer(f, backbone_trained())),
+        "'base_model.model.first.base_layer.weight' is trained and not part of the adapter"),
     "trains more during the round": (
         lambda f: federated(make_trainer(f, make_model(), callbacks=[Unfreeze()])),
-        "'base_model.model.first.base_layer.weight' is trained and not part of the adapter",
-    ),
+        "'base_model.model.first.base_layer.weight' is trained and not part of the adapter"),
     "trains less after the round": (
         lambda f: federated(make_trainer(f, make_model(), callbacks=[Freeze()])),
-        "classifier.* is no longer trained, expected the same 6 parameters",
-    ),
-    "NaN": (
-        lambda f: federated(with_data(make_trainer(f, make_model()), not_a_number())),
-        "is not finite after training, expected finite numbers; lower",
-    ),
-    "an optimiser": (
-        lambda f: federated(_optimised(make_trainer(f, make_model()))),
-        "got one with an optimiser .* pass optimizer_cls_and_kwargs",
-    ),
-    "divided parameters": (
-        lambda f: federated(divided(make_trainer(f, make_model()))),
-        "got FSDP or DeepSpeed, which divide .* leave them out of its arguments",
-    ),
-    "a function that makes the model": (
-        lambda f: federated(Trainer(
+        "classifier.* is no longer trained, expected the same 6 parameters"),
+    "NaN": (lambda f: federated(with_data(make_trainer(f, make_model()), not_a_number())),
+        "is not finite after training, expected finite numbers; lower"),
+    "an optimiser": (lambda f: federated(_optimised(make_trainer(f, make_model()))),
+        "got one with an optimiser .* pass optimizer_cls_and_kwargs"),
+    "divided parameters": (lambda f: federated(divided(make_trainer(f, make_model()))),
+        "got FSDP or DeepSpeed, which divide .* leave them out of its arguments"),
+    "a function that makes the model": (lambda f: federated(Trainer(
             model_init=lambda: make_model(ravan), args=arguments(f), train_dataset=data_of(0)
         )),
-        "got model_init, .* pass model=model_init",
-    ),
-    "no steps": (
-        lambda f: federated(make_trainer(f, make_model(), max_steps=0)),
-        "max_steps = 0: expected a whole number above 0",
-    ),
-    "no whole batch": (
-        lambda f: federated(with_data(
+        "got model_init, .* pass model=model_init"),
+    "no steps": (lambda f: federated(make_trainer(f, make_model(), max_steps=0)),
+        "max_steps = 0: expected a whole number above 0"),
+    "no whole batch": (lambda f: federated(with_data(
             make_trainer(f, make_model(), dataloader_drop_last=True), data_of(0, BATCH - 1)
         )),
-        "took no step, expected at least one; .* dataloader_drop_last",
-    ),
-    "a frozen adapter": (
-        lambda f: federated(make_trainer(f, make_model(frozen="ravan_"))),
-        "nothing of its adapter 'default' is trained, .* is_trainable=True",
-    ),
-    "no trainer": (
-        lambda f: federated(lambda context: make_model()),
-        "got a PeftModel, expected a Trainer of transformers or trl",
-    ),
+        "took no step, expected at least one; .* dataloader_drop_last"),
+    "a frozen adapter": (lambda f: federated(make_trainer(f, make_model(frozen="ravan_"))),
+        "nothing of its adapter 'default' is trained, .* is_trainable=True"),
+    "no trainer": (lambda f: federated(lambda context: make_model()),
+        "got a PeftModel, expected a Trainer of transformers or trl"),
     "a kept optimiser of some heads": (
         lambda f: federated(make_trainer(f, make_model()), budget=0.5, keep_optimizer=True),
-        "budget fraction 0.5, expected 1.* leave keep_optimizer out",
-    ),
+        "budget fraction 0.5, expected 1.* leave keep_optimizer out"),
     "a function without examples": (
         lambda f: federated(lambda model, config: {"loss": 1.0}, make_model()),
-        "metrics: got {'loss': 1.0}, expected .* return {\"num-examples\"",
-    ),
-    "a function that returns NaN": (
-        lambda f: federated(
+        "metrics: got {'loss': 1.0}, expected .* return {\"num-examples\""),
+    "a function that returns NaN": (lambda f: federated(
             lambda *_: {"num-examples": 1, "train-loss": math.nan}, make_model()
         ),
-        "metric 'train-loss' is nan, expected a finite number",
-    ),
-    "a budget above 1": (
-        lambda f: federated(train_fn, make_model(), budget=2.0),
-        "fraction = 2.0: expected a number above 0 and at most 1",
-    ),
+        "metric 'train-loss' is nan, expected a finite number"),
+    "a budget above 1": (lambda f: federated(train_fn, make_model(), budget=2.0),
+        "fraction = 2.0: expected a number above 0 and at most 1"),
 }  # fmt: skip
 
 

@@ -348,10 +348,7 @@ WRONG = {
     "heads in a table": (having(HEADS_OF, np.array([[0, 1]])), "one dimension"),
     "NaN": (having(H, of((2, 2, 2), np.nan)), "not finite"),
     "infinite": (having(H, of((2, 2, 2), np.inf)), "not finite"),
-    "too far": (
-        having(H, of((2, 2, 2), 1e30)),
-        "norm.*the learning rate, or raise the limit",
-    ),
+    "too far": (having(H, of((2, 2, 2), 1e30)), "norm.*the learning rate, or raise the limit"),
     "complex": (having(H, of((2, 2, 2), dtype=np.complex64)), "dtype complex64"),
     "no layer": (without(H), "ravan_H' is missing"),
     "no classifier": (without(CLASSIFIER), "classifier.weight' is missing"),

@@ -31,6 +31,7 @@ from ravan_flwr.training.device import free_memory, pick_device, release_cached_
 from ravan_flwr.training.machine import Gpu, assign_gpus, explain_unused_gpus, visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests import ROOT
+from tests.commands import error_of
 from tests.memory import bytes_for_backward
 
 # As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
@@ -244,10 +245,8 @@ def test_a_study_passes_gpu_sharing_to_its_runs(tmp_path, capsys):
     assert words("flower", 2, 3)[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
     assert words("flower", 1, None)[-2:] == ["--runs-at-a-time", "1"]
     assert words("process", 2, None) == run.command(tmp_path, "process")
-    with pytest.raises(SystemExit) as end:
-        main(["study", str(file), "--output", str(tmp_path), "--clients-per-gpu", "3"])
-    assert end.value.code == 2
-    assert "got --engine process beside it, expected flower" in capsys.readouterr().err
+    error = error_of(capsys, "study", file, "--output", tmp_path, "--clients-per-gpu", 3)
+    assert "got --engine process beside it, expected flower" in error
 
 
 # The memory counts.

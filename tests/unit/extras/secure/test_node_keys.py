@@ -13,6 +13,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.node_config import Node
 from ravan_flwr.extras.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.extras.secure.phases import node_keys
+from tests.commands import error_of
 
 
 def test_a_device_makes_its_keys(tmp_path, capsys):
@@ -32,15 +33,13 @@ def test_a_device_makes_its_keys(tmp_path, capsys):
 def test_keys_are_never_overwritten(tmp_path, capsys):
     make_keys(tmp_path, 3)
     before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
-    with pytest.raises(SystemExit):
-        main(["keys", str(tmp_path), "--partition-id", "3"])
-    assert "partition-3.key is there already" in capsys.readouterr().err
+    error = error_of(capsys, "keys", tmp_path, "--partition-id", 3)
+    assert "partition-3.key is there already" in error
     (tmp_path / "partition-4.pub").symlink_to("/nowhere")
     with pytest.raises(ValueError, match=r"partition-4\.pub is there already"):
         make_keys(tmp_path, 4)
     assert [path.read_bytes() for path in sorted(tmp_path.glob("partition-3.*"))] == before
-    with pytest.raises(SystemExit):
-        main(["keys", str(tmp_path), "--partition-id", "-1"])
+    error_of(capsys, "keys", tmp_path, "--partition-id", -1)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +51,14 @@ def test_keys_are_never_overwritten(tmp_path, capsys):
     ],
 )
 def test_only_one_kind_of_keys_is_made(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["keys", str(tmp_path / "keys"), *words])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in error_of(capsys, "keys", tmp_path / "keys", *words)
     assert not (tmp_path / "keys").exists()
 
 
 def test_without_a_writable_folder_no_keys_are_made(tmp_path, capsys):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SystemExit):
-            main(["keys", str(folder), "--partition-id", "3"])
-        error = capsys.readouterr().err
+        error = error_of(capsys, "keys", folder, "--partition-id", 3)
         assert f"{folder}: keys cannot be written there" in error
         assert "expected a folder that is new or this user's" in error
 
