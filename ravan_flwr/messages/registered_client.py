@@ -71,16 +71,21 @@ def partition_in(answer: Mapping[str, Any]) -> int | None:
     return number if type(number) is int and 0 <= number < MOST_PARTITIONS else None
 
 
+def check_same_code(code: str, expected: str) -> None:
+    """Raise ValueError unless a client has the server's code."""
+    if code != expected:
+        raise ValueError(
+            f"its ravan_flwr has fingerprint {plain(code, 200)}, expected {expected}: other files "
+            "than the server's; install the server's version on the device; in a simulation the "
+            "SuperLink was started in another checkout, so end it and run again"
+        )
+
+
 def check_same_app(
     client: RegisteredClient, code: str, backbone: str, fingerprint: Sequence[float]
 ) -> None:
     """Raise ValueError unless a client has the server's code, backbone and bases."""
-    if client.code != code:
-        raise ValueError(
-            f"its ravan_flwr has fingerprint {client.code}, expected {code}: other files than the "
-            "server's; install the server's version on the device; in a simulation the SuperLink "
-            "was started in another checkout, so end it and run again"
-        )
+    check_same_code(client.code, code)
     if client.backbone != backbone:
         raise ValueError(
             f"its backbone has fingerprint {client.backbone}, expected {backbone}: another model, "

@@ -25,6 +25,7 @@ from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import (
     RegisteredClient,
     check_same_app,
+    check_same_code,
     partition_in,
     read_registered_client,
 )
@@ -354,6 +355,8 @@ class ClientRegistry:
                 node.partition = partition_in(answer)
                 if refused is not None:
                     raise ValueError(plain(str(refused.get("reason") or "it gives no reason")))
+                if isinstance(code := answer.get("code"), str):
+                    check_same_code(code, self.code)  # another version may have other fields
                 client = read_registered_client(node.node_id, answer, len(self.fingerprint))
                 check_same_app(client, self.code, self.backbone, self.fingerprint)
         except ValueError as error:

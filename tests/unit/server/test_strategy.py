@@ -324,6 +324,21 @@ def test_an_incompatible_node_is_refused_by_name(change, reason):
     assert len(strategy.federation.registry.clients) == 3
 
 
+def test_a_node_of_another_version_is_refused_for_its_version():
+    """Its answer may have other fields."""
+
+    def behave(partition_id, message):
+        if partition_id or message.metadata.message_type != "query":
+            return None
+        answer = registered_client(14, 0, code="x").as_config()
+        del answer["fingerprint"]
+        return Message(RecordDict({"client": ConfigRecord(answer)}), reply_to=message)
+
+    _, strategy, _ = train_all(Nodes(behave=behave))
+    (refusal,) = strategy.federation.registry.refused.values()
+    assert refusal.startswith("its ravan_flwr has fingerprint x, expected")
+
+
 @pytest.mark.parametrize("change", [{"num_partitions": 5, "own_data": True}, {"device": ""}])
 def test_a_node_may_differ_in_these_fields(change):
     nodes = Nodes()
