@@ -207,8 +207,9 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
             for rate, x in scores.items()
             if rate != best
         }
-        good = [rate for rate, x in worse.items() if statistics.mean(x) <= half(x)]
-        notes = [f"{rate:g}" for rate in good]
+        few = len(scores[best]) < 3  # seeds: no interval
+        good = [rate for rate, x in worse.items() if not few and statistics.mean(x) <= half(x)]
+        notes = ["unknown"] if few else [f"{rate:g}" for rate in good]
         if table.get("run-as-good"):
             moved = {rate: paired(study.values(title, name, rate), mine) for rate in good}
             notes = [f"{rate:g}: {shown(x, metric, signed=True)}" for rate, x in moved.items()]
