@@ -400,7 +400,7 @@ def test_a_nodes_claim_must_equal_its_partition_size(setting, own_data):
     nodes = Nodes()
     nodes.registered[12] = registered_client(12, 2, own_data=own_data, examples=2**48)
     options = {"validation_share": 0.5, **setting}
-    registry = strategy_with(nodes, lambda number: [10] * number, **options).registry
+    registry = strategy_with(nodes, lambda number: [10] * number, **options).federation.registry
     registry.recruit(nodes, wait=True)
     if own_data:
         examples = {m.partition_id: registry.examples(m) for m in registry.clients.values()}
