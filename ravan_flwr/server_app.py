@@ -130,6 +130,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
         if from_round is None and is_to_be_delivered(directory, config, start):
+            release_log()
             load(DELIVER_LATER)(grid, loaded, config, directory, start)
             return
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)

@@ -59,7 +59,7 @@ class RobustRound:
 
     def close(self) -> Tensors:
         """Return the next state."""
-        if self.count < ROBUST[self.statistic]:
+        if not self.state or self.count < ROBUST[self.statistic]:
             return dict(self.state)
         return STATISTICS[self.statistic](self.state, self.replies)
 
