@@ -81,11 +81,8 @@ def check_same_code(code: str, expected: str) -> None:
         )
 
 
-def check_same_app(
-    client: RegisteredClient, code: str, backbone: str, fingerprint: Sequence[float]
-) -> None:
-    """Raise ValueError unless a client has the server's code, backbone and bases."""
-    check_same_code(client.code, code)
+def check_same_model(client: RegisteredClient, backbone: str, fingerprint: Sequence[float]) -> None:
+    """Raise ValueError unless a client has the server's backbone and bases."""
     if client.backbone != backbone:
         raise ValueError(
             f"its backbone has fingerprint {client.backbone}, expected {backbone}: another model, "

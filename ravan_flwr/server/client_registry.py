@@ -24,8 +24,8 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import (
     RegisteredClient,
-    check_same_app,
     check_same_code,
+    check_same_model,
     partition_in,
     read_registered_client,
 )
@@ -358,7 +358,7 @@ class ClientRegistry:
                 if isinstance(code := answer.get("code"), str):
                     check_same_code(code, self.code)  # another version may have other fields
                 client = read_registered_client(node.node_id, answer, len(self.fingerprint))
-                check_same_app(client, self.code, self.backbone, self.fingerprint)
+                check_same_model(client, self.backbone, self.fingerprint)
         except ValueError as error:
             self._refuse(node, str(error))
         else:

@@ -12,7 +12,7 @@ from flwr.supercore.error.catalog import API_ERROR_MAP
 from ravan_flwr.cli import EXAMPLES, _parser, main
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.registered_client import check_same_app
+from ravan_flwr.messages.registered_client import check_same_code, check_same_model
 from scripts import check_words
 from tests import ROOT
 from tests.commands import error_of
@@ -85,7 +85,8 @@ UNKNOWN = datasets.Dataset.from_dict({"label": ["c"]})
 
 
 def refused_for(code=None, backbone="b", fingerprint=FINGERPRINT):
-    check_same_app(registered_client(), code or code_fingerprint(), backbone, fingerprint)
+    check_same_code(code_fingerprint(), code or code_fingerprint())
+    check_same_model(registered_client(), backbone, fingerprint)
 
 
 REFUSED = [
