@@ -121,7 +121,8 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def find_start(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         H = sent["H"].flatten(0, 1)
-        return {"H": H[unpack_bits(upload["heads"], len(H))]}
+        chosen = unpack_bits(upload["heads"], len(H))
+        return {"H": H if chosen.all() else H[chosen]}  # a view, not a copy, of all
 
     def coverage(self, state: Mapping[str, Tensor], fraction: float) -> Tensors:
         number = affordable(fraction, self.heads)
@@ -241,8 +242,9 @@ class HeadMeans:
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's products to the sums of the heads that its bits mark."""
         chosen = unpack_bits(upload["heads"], len(self.weight))
-        indices = chosen.nonzero().flatten()
-        self.sum.index_add_(0, indices, upload["H"].double(), alpha=weight)
+        # Head by head: a copy of all heads in float64 would not fit into the processor's cache.
+        for head, product in zip(chosen.nonzero().flatten().tolist(), upload["H"], strict=True):
+            self.sum[head].add_(product, alpha=weight)
         self.weight[chosen] += weight
         self.total += weight
 
