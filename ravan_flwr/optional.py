@@ -18,7 +18,6 @@ RELEASES = {
     "client": "ravan_flwr.server.noised:Noised",
     "example": "ravan_flwr.extras.example_privacy.release:Counted",
     "masked": "ravan_flwr.extras.secure.release:Masked",
-    "clipped-median": "ravan_flwr.extras.clipped_median:ClippedMedian",
 }
 
 # Secure aggregation. The messages of a round, in their order; a client answers the light ones

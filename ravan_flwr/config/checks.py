@@ -27,9 +27,6 @@ def check_together(values: Values) -> None:
     _check_training(values)
     if values["secure-aggregation"]:
         _require("secure-aggregation = true", "secure-aggregation=false", values, _masked(values))
-    if values["median-of-clipped"] != AUTO:
-        setting = f"median-of-clipped = {values['median-of-clipped']}"
-        _require(setting, "median-of-clipped=auto", values, _clipped_median(values))
     _check_evaluation(values)
     if values["privacy"] != "none":
         rules = _private_clients if values["privacy"] == "client" else _private_examples
@@ -273,18 +270,6 @@ def _masked(values: Values) -> Iterator[Rule]:
     reason = "a smaller sum reveals too much of each client, a larger one exceeds 3 bytes a number"
     expected = f"{minimum} (secure-minimum) to {MAX_MASKED_CLIENTS}"
     yield "clients-per-round", minimum <= clients <= MAX_MASKED_CLIENTS, expected, reason
-
-
-def _clipped_median(values: Values) -> Iterator[Rule]:
-    only = partial(_only, values)
-    no_mean = "a median takes the place of a mean"
-    yield _supported(values, lambda method: method.averages, no_mean)
-    yield only("weighting", "uniform", no_mean)
-    yield only("privacy", "none", "it has a clip norm of its own")
-    yield only("secure-aggregation", False, "the server cannot see masked updates")
-    yield only("sparsity", "1:1", "a number that most clients do not send would never change")
-    few = "fewer replies do not outvote a false one"
-    yield "clients-per-round", int(values["clients-per-round"]) >= 3, "at least 3", few
 
 
 def _private_clients(values: Values) -> Iterator[Rule]:

@@ -226,8 +226,6 @@ class Config:
         "of each number, or the replies that are closest to the others (one: krum; a mean of "
         "several: multi-krum)",
         choices=("uniform", "examples", *ROBUST))
-    median_of_clipped: float | None = auto_key("clip each update to this norm, and take the median "
-        "of each number in place of a mean; auto: no", above=0, high=1_000_000)
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (by default 1:0.9), FedAdam is adam (0.01:0.9)",
         variants={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
@@ -302,11 +300,9 @@ class Config:
 
     @property
     def release(self) -> str:
-        """Return how updates become the next state: a row of `RELEASES`."""
+        """Return how updates become the next state: "mean", "masked", or that of `privacy`."""
         if self.secure_aggregation:
             return "masked"
-        if self.median_of_clipped is not None:
-            return "clipped-median"
         return "mean" if self.privacy == "none" else self.privacy
 
     @property
