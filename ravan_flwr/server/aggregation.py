@@ -115,7 +115,9 @@ class Aggregate:
     def check(
         self, upload: Mapping[str, Tensor], fraction: float = 1.0, max_move: float = 0.0
     ) -> dict[str, float]:
-        """Return the norms of an upload of valid form; raise ValueError if it changes too much.
+        """Return the `norms_if_alone` of an upload; raise ValueError if it changes too much.
+
+        Its form is valid.
 
         `max_move` is the client's learning rate times its steps. It is used if the limit has none
         for all clients.
@@ -133,10 +135,10 @@ class Aggregate:
         self,
         upload: Mapping[str, Tensor],
         weight: float,
-        norms: Mapping[str, float],
+        norms_if_alone: Mapping[str, float],
         max_move: float = 0.0,
     ) -> None:
-        """Add an upload that was checked, with the norms that `check` returned."""
+        """Add an upload that was checked, with what `check` returned."""
         added = (
             [expand_to_state(self.method, self._state | self._classifier, upload)]
             if self._robust
@@ -146,7 +148,8 @@ class Aggregate:
             sums.add(tensors, weight)
         self.count += 1
         self._max_move = max(self._max_move, max_move)
-        self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
+        for name, norm in norms_if_alone.items():
+            self._alone[name] = max(norm, self._alone.get(name, 0.0))
 
     def check_and_add(
         self,

@@ -132,10 +132,10 @@ class Release:
             client = replace(client, examples=sum(each.examples for each in everyone))
         steps = self.steps(client)
         max_move = self.config.learning_rate * steps
-        norms = self.check_size(upload, fraction, max_move)
+        norms_if_alone = self.check_size(upload, fraction, max_move)
         return replace(
             update, client=client, upload=upload, staleness=staleness, steps=steps,
-            max_move=max_move, norms=norms,
+            max_move=max_move, norms_if_alone=norms_if_alone,
         )  # fmt: skip
 
     def _count_versions_since(self, sent: Sent) -> int:
@@ -182,7 +182,7 @@ class Release:
         check_upload(self.method, upload, split_classifier(self.state)[1], fraction)
 
     def check_size(self, upload: Tensors, fraction: float, max_move: float) -> Mapping[str, float]:
-        """Raise ValueError if an upload changes too much; return its norms.
+        """Raise ValueError if an upload changes too much; return its `norms_if_alone`.
 
         `max_move` is how far the client's optimiser can move a number.
         """
@@ -191,7 +191,7 @@ class Release:
     def add(self, update: Update) -> None:
         """Add an update to the sums."""
         weight = self.federation.weight(update.client)
-        self.sums.add(update.upload, weight, update.norms, update.max_move)
+        self.sums.add(update.upload, weight, update.norms_if_alone, update.max_move)
 
     def heads_in(self, update: Update) -> list[list[int]]:
         """Return the heads that a client has trained, by layer."""

@@ -51,7 +51,8 @@ class Update:
     staleness: int = 0  # versions by which the state has moved since it was sent
     steps: int = 0  # local steps, from the client's examples and the settings
     max_move: float = 0.0  # learning rate times steps: how far its optimiser can move a number
-    norms: Mapping[str, float] = field(default_factory=dict)  # by tensor, where they bound a state
+    # By tensor: the norm of the next state if this update were the only one (`NormLimits`).
+    norms_if_alone: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_trained(

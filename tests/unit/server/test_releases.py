@@ -1,5 +1,6 @@
 """Releases and transports are registered by name; a new one needs a class and a row."""
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -65,3 +66,61 @@ def test_the_release_of_the_documentation_works(monkeypatch):
     assert refused[0] == ""
     assert "cancel each other" in refused[1]
     assert not used.federation.state.tensors["B"].any()
+
+
+def code_of(name):
+    """Return the names that the page's code with this class defines."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if f"\nclass {name}(Release)" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+@pytest.fixture
+def clipped(monkeypatch):
+    monkeypatch.setattr(releases, "Clipped", code_of("Clipped")["Clipped"], raising=False)
+    monkeypatch.setitem(optional.RELEASES, "mean", "ravan_flwr.server.releases:Clipped")
+
+
+# The clipped changes are (0.6, 0.2), which has a norm below 1, then (0.8, 0.6) and (0, 1).
+@pytest.mark.parametrize(
+    ("weighting", "expected"), [("uniform", [1.4 / 3, 1.8 / 3]), ("median", [0.6, 0.6])]
+)
+def test_the_clipped_release_of_the_documentation_by_hand(clipped, weighting, expected):
+    """Clients change the first two numbers of B; the fourth sends no number and is rejected."""
+    sent = torch.tensor([[0.6, 0.2], [4.0, 3.0], [0.0, 5.0], [math.nan, 0.0]])
+
+    class Changed(Nodes):
+        def reply(self, message, upload, number):
+            B = torch.zeros_like(upload["B"])
+            B.view(-1)[:2] = sent[self.trained[-1][1]]
+            return super().reply(message, upload | {"B": B}, number)
+
+    settings = {"method": "ffa-lora", "clients_per_round": 4, "weighting": weighting}
+    notes, _, state = run(Changed(method="ffa-lora"), 1, lambda *_: None, **settings)
+    assert state["B"].view(-1)[:2].tolist() == pytest.approx(expected)
+    assert not state["B"].view(-1)[2:].any()
+    (record,) = notes.records
+    assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 3"
+    assert "not finite" in rejected["reason"]
+
+
+def test_the_clipped_release_of_the_documentation_clips_heads(clipped):
+    """A client with half of the heads moves the state by a norm of one; its other heads stay."""
+
+    class Far(Nodes):
+        def reply(self, message, upload, number):
+            assert len(upload["H"]) < len(
+                self.method.initial_state(self.adapters)["H"].flatten(0, 1)
+            )
+            return super().reply(message, upload | {"H": upload["H"] + 3.0}, number)
+
+    nodes = Far(1, budget_fraction=0.5)
+    before = nodes.method.initial_state(nodes.adapters)["H"]
+    *_, state = run(nodes, 1, lambda *_: None, clients_per_round=1)
+    assert float((state["H"] - before).norm()) == pytest.approx(1.0, rel=1e-5)
+    moved = (state["H"] != before).flatten(2).any(-1)
+    assert 0 < moved.sum() < moved.numel()
