@@ -99,7 +99,7 @@ class ClippedSum:
         self.count += 1
         self._sum_of_bits += 0.5 if norm <= self.norm else -0.5
 
-    def release(self, noise: Noise, expected: Mapping[str, Tensor]) -> Tensors:
+    def noised_mean(self, noise: Noise, expected: Mapping[str, Tensor]) -> Tensors:
         """Return the next state.
 
         `expected` is the number of clients for each coordinate, or broadcasts to it.

@@ -113,4 +113,4 @@ class Noised(Release):
         # How many clients are expected to train each number of the state.
         fractions = Counter(client.budget_fraction for client in self.clients)
         expected = expected_clients(self.method, self.state, fractions, self.account.rate)
-        return sums.release(self.noise, expected)
+        return sums.noised_mean(self.noise, expected)

@@ -54,7 +54,7 @@ def next_state(method, state, uploads, norm, noise):
     """Return the next state from these uploads, for a cohort that contains all of them."""
     fractions = Counter(fraction for _, fraction in uploads)
     expected = expected_clients(method, state, fractions, 1.0)
-    return sums_of(method, state, uploads, norm).release(noise, expected)
+    return sums_of(method, state, uploads, norm).noised_mean(noise, expected)
 
 
 @pytest.mark.parametrize("changes", [{}, {"scoring": "weight"}, {"selection": "global"}], ids=str)
@@ -119,7 +119,7 @@ def test_heads_without_clients_are_unchanged_and_all_others_get_noise(head_mean)
     method, adapters = build("ravan")
     state = method.initial_state(adapters)
     expected = expected_clients(method, state, {0.4: 1}, 0.1)
-    assert (ClippedSum(state, 1.0).release(Noise(1.0, 0.1), expected)["H"] != 0).all()
+    assert (ClippedSum(state, 1.0).noised_mean(Noise(1.0, 0.1), expected)["H"] != 0).all()
 
 
 def test_a_change_that_is_not_finite_is_refused():
@@ -148,7 +148,7 @@ def test_a_release_has_the_noise_of_the_multiplier(cohort, scale):
     state = {"H": torch.zeros(20_000)}
     sums = ClippedSum(state, 0.25)
     sums.add({"H": torch.full([20_000], torch.nan)})
-    new = sums.release(Noise(2.0, 50, cohort=cohort), {"H": torch.full([1], 50.0)})
+    new = sums.noised_mean(Noise(2.0, 50, cohort=cohort), {"H": torch.full([1], 50.0)})
     assert float(new["H"].std()) == pytest.approx(scale * 2.0 * 0.25 / 50, rel=0.03)
 
 
@@ -156,7 +156,7 @@ def test_noise_does_not_depend_on_the_seed():
     state, drawn = {"H": torch.zeros(4)}, []
     for _ in range(3):
         torch.manual_seed(0)
-        drawn.append(ClippedSum(state, 1.0).release(Noise(1.0, 1), {"H": torch.ones(1)})["H"])
+        drawn.append(ClippedSum(state, 1.0).noised_mean(Noise(1.0, 1), {"H": torch.ones(1)})["H"])
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(3) for j in range(i))
 
 
@@ -230,7 +230,7 @@ def released(clients, norm=1.0, counts=None):
     for client in clients:
         sums.add(client)
     expected = torch.tensor([[3.0], [1.0]]) if counts is None else counts
-    return sums.release(Noise(Z, 4), {"H": expected})
+    return sums.noised_mean(Noise(Z, 4), {"H": expected})
 
 
 def unclipped(clients):
@@ -238,7 +238,7 @@ def unclipped(clients):
     for client in clients:
         sums.add(client)
     sums.norm = 1.0  # the norm that the noise is for
-    return sums.release(Noise(Z, 4), {"H": torch.tensor([[3.0], [1.0]])})
+    return sums.noised_mean(Noise(Z, 4), {"H": torch.tensor([[3.0], [1.0]])})
 
 
 def with_realised_counts(clients):

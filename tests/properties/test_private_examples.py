@@ -64,7 +64,7 @@ def test_an_example_whose_gradient_is_not_finite_counts_as_zero(value):
 
 def test_a_step_has_the_noise_of_the_multiplier_by_the_expected_examples():
     clipped = ClippedExamples([torch.zeros(200, 300)], StepNoise(1.5, 0.4))
-    (released,) = clipped.release(expected=20.0)
+    (released,) = clipped.noised_mean(expected=20.0)
     assert released.dtype == torch.float32
     scale = 1.5 * 0.4 / 20
     assert float(released.std()) == pytest.approx(scale, rel=0.02)
@@ -76,7 +76,7 @@ def test_the_sum_is_divided_by_the_expected_number_of_examples():
     for rows in (0, 1, 7):
         clipped = empty(StepNoise(1e-12, 1e6))
         clipped.add([each[:rows] for each in gradients])
-        released = clipped.release(expected=4.0)
+        released = clipped.noised_mean(expected=4.0)
         assert all(torch.allclose(r, torch.full_like(r, rows / 4), atol=1e-4) for r in released)
         assert not any(total.any() for total in clipped.sums)
 
@@ -85,7 +85,7 @@ def test_noise_does_not_depend_on_the_seed():
     drawn_noise = []
     for _ in range(3):
         torch.manual_seed(0)
-        drawn_noise.append(empty(StepNoise(1.0, 1.0)).release(1.0)[0])
+        drawn_noise.append(empty(StepNoise(1.0, 1.0)).noised_mean(1.0)[0])
     assert not any(torch.equal(drawn_noise[i], drawn_noise[j]) for i in range(3) for j in range(i))
 
 
@@ -134,7 +134,7 @@ def step(examples, norm=1.0, expected=4.0, noise=1.0):
     clipped = ClippedExamples([torch.zeros(NUMBERS)], StepNoise(Z, norm))
     clipped.add([torch.cat([example["gradient"] for example in examples])])
     clipped.noise = StepNoise(Z, noise)
-    return {"gradient": clipped.release(expected)[0]}
+    return {"gradient": clipped.noised_mean(expected)[0]}
 
 
 def unclipped(examples):

@@ -224,7 +224,7 @@ class ClippedExamples:
         for total, part in zip(self.sums, clipped, strict=True):  # all, or none after an error
             total.add_(part)
 
-    def release(self, expected: float) -> list[Tensor]:
+    def noised_mean(self, expected: float) -> list[Tensor]:
         """Return the step's gradient with noise in float32, and reset the sum."""
         scale = self.noise.multiplier * self.noise.norm
         released = []

@@ -164,7 +164,7 @@ class PrivateTrainingLoop(TrainingLoop):
         """Write a private gradient into the parameters; the loss is not measured."""
         for rows in micro_batches:
             self._add_clipped(rows)
-        released = self.clipped.release(self.rate * len(self.work.examples))
+        released = self.clipped.noised_mean(self.rate * len(self.work.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):
             parameter.grad = gradient.to(parameter)
         return torch.tensor(math.nan)
