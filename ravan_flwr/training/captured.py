@@ -267,7 +267,9 @@ class CapturedStep:
                 graphs[key] = self.fixed.capture(
                     self.network, self.step, micro_batches, self.cache.capture
                 )
-            except (RuntimeError, NotImplementedError) as error:  # out of memory, or not capturable
+            except torch.OutOfMemoryError:  # whose text has numbers, other ones each time
+                reason = "the GPU has too little free memory"
+            except (RuntimeError, NotImplementedError) as error:
                 reason = str(error).partition("\n")[0]
             if graphs[key] is None:  # not within `except`, where the error holds the memory
                 self.cache.log_once(f"steps are not captured as a CUDA graph: {reason}")
