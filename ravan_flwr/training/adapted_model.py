@@ -226,7 +226,7 @@ class AdaptedModel:
     def has_graphs(self) -> bool:
         """Return whether captured steps or evaluations hold memory."""
         caches = self.training_graphs, self.evaluation_graphs
-        return any(cache is not None and cache.number > 0 for cache in caches)
+        return any(cache is not None and cache.holds_memory for cache in caches)
 
     def drop_graphs(self) -> None:
         """Free the memory of captured steps and evaluations, and compute eagerly from now on.

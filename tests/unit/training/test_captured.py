@@ -165,8 +165,11 @@ def test_full_memory_without_captured_steps_is_an_error(loaded, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(type(loaded.task), "logits", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        upload(loaded)
+    for graphs in (None, GraphCache(Recorder())):  # nothing could be captured
+        loaded.model.training_graphs = graphs
+        with pytest.raises(torch.OutOfMemoryError):
+            upload(loaded)
+        assert loaded.model.training_graphs is graphs
     with pytest.raises(torch.OutOfMemoryError):
         evaluate_all(loaded.model, loaded.task, {"data": loaded.partition(1, 40).train}, 36)
 
