@@ -29,12 +29,14 @@ from ravan_flwr.optional import (
 )
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.local_steps import (
+    ClientWork,
     LocalResult,
     calibrate_locally,
     sum_metrics,
     train_locally,
 )
-from ravan_flwr.training.model_and_data import get_model_and_data
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
+from ravan_flwr.training.step import TrainingSettings
 from ravan_flwr.training.together import train_together
 
 
@@ -91,27 +93,36 @@ def _query(client: ClientRequest) -> RecordDict:
     return RecordDict({"client": ConfigRecord(registered.as_config())})
 
 
-def train_ahead(jobs: Sequence[tuple[RecordDict, Context]]) -> None:
+def train_ahead(
+    jobs: Sequence[tuple[RecordDict, Context]], earlier: Sequence[RecordDict] = ()
+) -> None:
     """Train the clients of several `train` messages in one pass, before these are answered.
 
-    The answer to each message then finds its result. A client that does not fit trains when its
-    message is answered, as if this function had not been called.
+    The answer to each message then finds its result. Clients with other settings, such as another
+    number of steps, have a pass of their own. A client that fits none trains when its message is
+    answered, as if this function had not been called. Of results that wait, those of the messages
+    `earlier` are kept.
     """
-    clients = []
+    loaded: ModelAndData | None = None
+    by_settings = dict[TrainingSettings, list[tuple[RecordDict, ClientWork]]]()
     for content, context in jobs:
         with suppress(ValueError):  # raised again by the answer to the message
             client = ClientRequest(content, context)
             client.load_fixed_tensors()
-            clients.append((client, client.work))
-    if not clients:
+            loaded, work = client.loaded, client.work
+            by_settings.setdefault(work.settings, []).append((content, work))
+    if loaded is None:
         return
-    loaded = clients[0][0].loaded
-    results = train_together(loaded.model, loaded.task, [work for _, work in clients])
-    loaded.trained_ahead = [
-        (client.content, result)
-        for (client, _), result in zip(clients, results, strict=True)
-        if result is not None
-    ]
+    kept = {id(content) for content in earlier}
+    loaded.trained_ahead = [pair for pair in loaded.trained_ahead if id(pair[0]) in kept]
+    for clients in by_settings.values():
+        if len(clients) > 1:
+            results = train_together(loaded.model, loaded.task, [work for _, work in clients])
+            loaded.trained_ahead += [
+                (content, result)
+                for (content, _), result in zip(clients, results, strict=True)
+                if result is not None
+            ]
 
 
 def _train(client: ClientRequest) -> RecordDict:
@@ -120,11 +131,10 @@ def _train(client: ClientRequest) -> RecordDict:
         private: RecordDict = load(TRAIN_PRIVATE)(client)
         return private
     loaded = client.loaded
-    ahead = loaded.trained_ahead
-    loaded.trained_ahead = [pair for pair in ahead if pair[0] is not client.content]
-    for content, result in ahead:
+    for place, (content, ahead) in enumerate(loaded.trained_ahead):
         if content is client.content:
-            return make_reply(client, result)
+            del loaded.trained_ahead[place]
+            return make_reply(client, ahead)
     work = client.work
     result = train_locally(loaded.model, loaded.task, work)
     reply = make_reply(client, result)

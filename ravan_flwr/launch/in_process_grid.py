@@ -47,7 +47,7 @@ class InProcessGrid(Grid):
         # How many clients train in one pass if there are no workers; called once.
         self.clients_per_pass: Callable[[], int] | None = None
         self._per_pass = 1
-        self._trained_ahead = set[str]()  # ids of the messages of the last pass
+        self._trained_ahead = set[str]()  # ids of unanswered messages that were in a pass
         self._expected: Sequence[str] = ()  # ids of messages whose replies will be pulled, in order
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # deadline of the replies to the messages that were pushed last
@@ -188,18 +188,22 @@ class InProcessGrid(Grid):
 
         The messages of these clients are answered as ever; the answers find the results.
         """
-        if self._per_pass == 1 or message.metadata.message_id in self._trained_ahead:
+        done = self._trained_ahead
+        if self._per_pass == 1 or message.metadata.message_id in done:
             return
-        waiting = filter(None, map(self._waiting.get, self._expected))
-        others = (one for one in waiting if _is_like(one, message))
+        # Clients of earlier passes may wait behind this one, which has another budget.
+        done.intersection_update(self._waiting)
+        waiting = (self._waiting.get(other) for other in self._expected if other not in done)
+        others = (one for one in waiting if one is not None and _is_like(one, message))
         messages = [message, *islice(others, self._per_pass - 1)]
-        self._trained_ahead = {one.metadata.message_id for one in messages}
         if len(messages) == 1:
             return
+        earlier = [self._waiting[message_id].content for message_id in done]
+        done.update(one.metadata.message_id for one in messages[1:])
         from ravan_flwr.client.answers import train_ahead  # noqa: PLC0415 (imports transformers)
 
         try:
-            train_ahead([(one.content, self._job(one).context) for one in messages])
+            train_ahead([(one.content, self._job(one).context) for one in messages], earlier)
         except Exception as error:  # noqa: BLE001 (out of memory, or what a client's answer raises)
             self._per_pass = 1
             log.warning("clients train one by one from now on, since one pass failed: %s", error)

@@ -98,8 +98,7 @@ def clients_per_pass(config: Config, num_clients: int) -> int:
     if config.privacy == "example" or config.secure_aggregation:
         reason = "privacy=example and secure-aggregation train each client on its own"
     if reason:
-        if config.clients_per_pass is not None:
-            log.info("clients-per-pass = %d: clients train one by one: %s", number, reason)
+        log.info("clients train one by one, not %d in one pass: %s", number, reason)
         return 1
     log.info("%d clients train in one pass", number)
     return number

@@ -4,9 +4,11 @@ The classifier is drawn from the seed. It is frozen as well, or trained and aver
 that has personal parameters (`Personal`), a trained classifier is one of them.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from logging import getLogger
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from ravan_flwr.training.captured import CapturedStep, GraphCache
 from ravan_flwr.training.device import computing_with, release_cached_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 from ravan_flwr.training.step import OptimizerStep, TrainingSettings
+
+log = getLogger(__name__)
 
 FINGERPRINT = "model/fingerprint"  # key in a checkpoint: numbers computed from bases and classifier
 
@@ -209,14 +213,34 @@ class AdaptedModel:
     def make_step(
         self, parameters: Sequence[Tensor], settings: TrainingSettings,
         scaler: torch.amp.GradScaler, backward: Callable[[Sequence[Batch]], Tensor],
-        clients: int = 1,
+        *, clients: int = 1, captures: bool = True,
     ) -> OptimizerStep | CapturedStep:  # fmt: skip
         """Return a new optimiser's step: captured on a GPU, if the model has graphs."""
-        graphs = self.training_graphs
+        graphs = self.training_graphs if captures else None
         step = OptimizerStep(
             parameters, settings, scaler, backward, capturable=graphs is not None, clients=clients
         )
         return step if graphs is None else graphs.wrap(self.network, step)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Return whether captured steps or evaluations hold memory."""
+        caches = self.training_graphs, self.evaluation_graphs
+        return any(cache is not None and cache.holds_memory for cache in caches)
+
+    def drop_graphs(self) -> None:
+        """Free the memory of captured steps and evaluations, and compute eagerly from now on.
+
+        Not to be called while an exception is handled: its traceback holds that memory.
+        """
+        log.warning(
+            "out of memory beside captured steps: they are dropped, and all is computed eagerly "
+            "from now on; a smaller batch-size leaves room for them"
+        )
+        self.training_graphs = self.evaluation_graphs = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

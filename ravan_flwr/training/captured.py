@@ -90,8 +90,16 @@ class GraphCache:
 
     @property
     def number(self) -> int:
-        """Return the number of graphs."""
-        return sum(len(fixed.graphs) for fixed in self.fixed_tensors.values())
+        """Return the number of graphs, with those that could not be captured."""
+        return len(self._graphs())
+
+    @property
+    def holds_memory(self) -> bool:
+        """Return whether there is a graph whose memory could be given back."""
+        return any(graph is not None for graph in self._graphs())
+
+    def _graphs(self) -> "list[Graph | None]":
+        return [graph for fixed in self.fixed_tensors.values() for graph in fixed.graphs.values()]
 
     def log_once(self, text: str) -> None:
         """Log a line unless it was logged before."""
@@ -267,7 +275,9 @@ class CapturedStep:
                 graphs[key] = self.fixed.capture(
                     self.network, self.step, micro_batches, self.cache.capture
                 )
-            except (RuntimeError, NotImplementedError) as error:  # out of memory, or not capturable
+            except torch.OutOfMemoryError:  # whose text has numbers, other ones each time
+                reason = "the GPU has too little free memory"
+            except (RuntimeError, NotImplementedError) as error:
                 reason = str(error).partition("\n")[0]
             if graphs[key] is None:  # not within `except`, where the error holds the memory
                 self.cache.log_once(f"steps are not captured as a CUDA graph: {reason}")

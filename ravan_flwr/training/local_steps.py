@@ -80,6 +80,18 @@ def train_locally(
 
     `loop` replaces the plain training loop.
     """
+    try:
+        return _train(model, task, work, loop)
+    except torch.OutOfMemoryError:
+        if loop is not None or not model.has_graphs:
+            raise
+    model.drop_graphs()
+    return _train(model, task, work, None)
+
+
+def _train(
+    model: AdaptedModel, task: Task, work: ClientWork, loop: "TrainingLoop | None"
+) -> LocalResult:
     loop = loop or TrainingLoop(model, task, work)
     method = model.method.in_round(work.client_round.round)
     with (
@@ -98,7 +110,7 @@ def train_locally(
 
 def calibrate_locally(model: AdaptedModel, task: Task, work: ClientWork) -> LocalResult:
     """Run one client's part of a calibration round."""
-    loop = TrainingLoop(model, task, work)
+    loop = TrainingLoop(model, task, work, captures=False)  # a graph would be kept, and used once
     with model.holding(work.broadcast), seed_dropout(loop.dropout_seed, model.device):
         upload = model.calibration.run(model.adapters, loop)
     return LocalResult(upload, {}, loop.mean_loss())
@@ -126,8 +138,10 @@ def check_precision(precision: str, device: torch.device) -> None:
 class TrainingLoop:
     """A client's training loop: forward, backward and Adam over its batches, in one precision."""
 
-    def __init__(self, model: AdaptedModel, task: Task, work: ClientWork) -> None:
-        self.model, self.task, self.work = model, task, work
+    def __init__(
+        self, model: AdaptedModel, task: Task, work: ClientWork, *, captures: bool = True
+    ) -> None:
+        self.model, self.task, self.work, self.captures = model, task, work, captures
         self.settings, self.device = work.settings, model.device
         self.dropout_seed = work.client_round.derive("dropout")
         size = self.settings.micro_batch_size or self.settings.batch_size
@@ -157,7 +171,9 @@ class TrainingLoop:
         if not parameters:  # a method without adapters, with a frozen classifier
             self.backward()  # for the loss only
             return
-        step = self.model.make_step(parameters, self.settings, self.scaler, self.backward_all)
+        step = self.model.make_step(
+            parameters, self.settings, self.scaler, self.backward_all, captures=self.captures
+        )
         for _ in range(self.settings.number):
             self.losses.append(step(self._next_micro_batches()))
         self.skipped = step.finish()
@@ -244,7 +260,17 @@ def sum_metrics(
         batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):
             answers = examples.read_answers(rows)
-            _add(sums, task.measure(network, batch, answers, tally))
+            try:
+                measured = task.measure(network, batch, answers, tally)
+            except torch.OutOfMemoryError:
+                if not model.has_graphs:
+                    raise
+                measured = None
+            if measured is None:
+                network = model.network
+                model.drop_graphs()
+                measured = task.measure(network, batch, answers, tally)
+            _add(sums, measured)
     return sums
 
 

@@ -251,7 +251,9 @@ class ModelAndData:
             examples = device_examples(path, self.config.data)
             private = self.config.privacy == "example"
             self._local_examples[path] = (
-                load(ENCODE_EACH)(self.task, examples) if private else self.task.encode(examples)
+                load(ENCODE_EACH)(self.task, examples)
+                if private
+                else self._placed(self.task.encode(examples))
             )
         return self._split(self._local_examples[path], partition_id)
 

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,12 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import captured
 from ravan_flwr.training.captured import CapturedStep, FixedTensors, GraphCache
-from ravan_flwr.training.local_steps import ClientWork, evaluate_all, train_locally
+from ravan_flwr.training.local_steps import (
+    ClientWork,
+    calibrate_locally,
+    evaluate_all,
+    train_locally,
+)
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import OptimizerStep, TrainingSettings
 from tests.short_runs import same_bits
@@ -95,6 +101,112 @@ def test_a_step_that_cannot_be_captured_is_computed_eagerly(loaded, after, caplo
     ]
 
 
+def test_full_memory_at_a_capture_is_logged_once_though_its_text_changes(
+    loaded, caplog, monkeypatch
+):
+    taken = []
+
+    def fail(*_):
+        taken.append(1)
+        raise torch.OutOfMemoryError(f"CUDA out of memory. {len(taken)} GiB is free.")
+
+    expected = [upload(loaded, batch_size=size) for size in (8, 10)]
+    monkeypatch.setattr(Recorder, "__call__", fail)
+    loaded.model.training_graphs = GraphCache(Recorder())
+    with caplog.at_level(logging.INFO, "ravan_flwr"):
+        results = [upload(loaded, batch_size=size) for size in (8, 10)]
+    assert len(taken) == 2
+    for one, other in zip(results, expected, strict=True):
+        assert torch.equal(one.upload["H"], other.upload["H"])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "memory" in message
+
+
+def full_unless_eager(loaded, monkeypatch, size):
+    """Let batches of that size find the memory full while captured steps hold some."""
+    logits = type(loaded.task).logits
+
+    def reading(task, network, batch):
+        if len(batch["labels"]) == size and loaded.model.has_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits(task, network, batch)
+
+    monkeypatch.setattr(type(loaded.task), "logits", reading)
+
+
+def test_memory_that_captured_steps_hold_is_given_back_to_a_step_that_needs_it(
+    loaded, caplog, monkeypatch
+):
+    """A client has 36 examples: three batches of ten are replayed, and six examples are not."""
+    expected = [upload(loaded, client, batch_size=10) for client in (0, 1)]
+    full_unless_eager(loaded, monkeypatch, 6)
+    loaded.model.training_graphs = GraphCache(recorder := Recorder())
+    results = [upload(loaded, client, batch_size=10) for client in (0, 1)]
+    assert recorder.recordings == 1
+    for one, other in zip(results, expected, strict=True):
+        assert torch.equal(one.upload["H"], other.upload["H"])
+        assert one.train_loss == other.train_loss
+    assert not loaded.model.has_graphs
+    assert [r.levelname for r in caplog.records if "out of memory" in r.getMessage()] == ["WARNING"]
+
+
+def test_memory_that_captured_steps_hold_is_given_back_to_an_evaluation(loaded, monkeypatch):
+    examples = {"data": loaded.partition(1, 40).train}
+    expected = evaluate_all(loaded.model, loaded.task, examples, 36)
+    full_unless_eager(loaded, monkeypatch, 36)
+    loaded.model.training_graphs = GraphCache(Recorder())
+    upload(loaded)
+    assert evaluate_all(loaded.model, loaded.task, examples, 36) == expected
+    assert loaded.model.training_graphs is None
+
+
+def test_full_memory_without_captured_steps_is_an_error(loaded, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(loaded.task), "logits", fail)
+    for graphs in (None, GraphCache(Recorder())):  # nothing could be captured
+        loaded.model.training_graphs = graphs
+        with pytest.raises(torch.OutOfMemoryError):
+            upload(loaded)
+        assert loaded.model.training_graphs is graphs
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate_all(loaded.model, loaded.task, {"data": loaded.partition(1, 40).train}, 36)
+
+
+def test_dropout_draws_in_captured_steps_what_it_draws_in_eager_ones(loaded):
+    """Neither the steps before a capture nor the capture itself take draws from the client's."""
+    without = upload(loaded)
+    for module in loaded.model.network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    expected = [upload(loaded, client) for client in (0, 1)]
+    loaded.model.training_graphs = GraphCache(recorder := Recorder())
+    results = [upload(loaded, client) for client in (0, 1)]
+    assert recorder.recordings == 1
+    for one, other in zip(results, expected, strict=True):
+        assert torch.equal(one.upload["H"], other.upload["H"])
+        assert one.train_loss == other.train_loss
+    assert not torch.equal(expected[0].upload["H"], without.upload["H"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "fed-sb"}, {"init": "first-round"}, {"init": "data-aware"}]
+)
+def test_calibrations_are_computed_eagerly(settings):
+    """A graph of a calibration, and Adam's moments of whole matrices, would be kept for nothing."""
+    loaded = ModelAndData(read_config({"device": "cpu", "lora-rank": 2} | settings))
+    work = ClientWork(
+        loaded.partition(0, 40).train, loaded.model.initial_state(), 1.0,
+        TrainingSettings(**STEPS), ClientRound(0, 0, 0),
+    )  # fmt: skip
+    expected = calibrate_locally(loaded.model, loaded.task, work)
+    loaded.model.training_graphs = GraphCache(recorder := Recorder())
+    assert same_bits(calibrate_locally(loaded.model, loaded.task, work).upload, expected.upload)
+    assert recorder.recordings == 0
+    assert not loaded.model.training_graphs.fixed_tensors
+
+
 def test_a_step_that_reads_a_value_is_not_captured(loaded, monkeypatch):
     logits = type(loaded.task).logits
 
@@ -132,17 +244,38 @@ def test_further_shapes_are_computed_eagerly(loaded, monkeypatch):
     assert recorder.recordings == 2
 
 
-def test_a_tensor_that_moves_while_a_client_trains_is_an_error(loaded, monkeypatch):
+def test_further_shapes_of_a_batch_are_computed_eagerly(loaded, monkeypatch):
+    """82 examples are evaluated in a batch of 28 and two of 27."""
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 1)
+    examples = {"data": loaded.partition(0, 10).train}
+    assert [len(rows) for rows in np.array_split(examples["data"].rows[:82], 3)] == [28, 27, 27]
+    examples = {"data": examples["data"].select(np.arange(82))}
+    expected = evaluate_all(loaded.model, loaded.task, examples, 30)
+    loaded.model.evaluation_graphs = GraphCache(recorder := Recorder(), at_first=False)
+    for _ in range(3):
+        assert evaluate_all(loaded.model, loaded.task, examples, 30) == expected
+    assert recorder.recordings == 1
+
+
+def move(parameter):
+    parameter.data = parameter.data.clone()
+
+
+def train(parameter):
+    parameter.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [move, train])
+def test_a_tensor_that_changes_while_a_client_trains_is_an_error(change, loaded, monkeypatch):
     loaded.model.training_graphs = GraphCache(Recorder())
     upload(loaded)
     logits = type(loaded.task).logits
 
-    def moving(task, network, batch):
-        parameter = next(network.parameters())
-        parameter.data = parameter.data.clone()
+    def changing(task, network, batch):
+        change(next(network.parameters()))
         return logits(task, network, batch)
 
-    monkeypatch.setattr(type(loaded.task), "logits", moving)
+    monkeypatch.setattr(type(loaded.task), "logits", changing)
     with pytest.raises(RuntimeError, match="cuda-graphs=off"):
         upload(loaded, batch_size=10)
 

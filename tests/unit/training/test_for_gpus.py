@@ -1,6 +1,9 @@
 """What is different on a GPU, tried on a CPU: 16 bits throughout, padded ranks, TF32, placement."""
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +16,16 @@ from ravan_flwr.data.examples import load_splits
 from ravan_flwr.launch import sharing
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.server.user_messages import report_float32
 from ravan_flwr.specs import Scalar
-from ravan_flwr.tasks.base import encoded_as_it_is
+from ravan_flwr.tasks.base import Encoded, encoded_as_it_is
 from ravan_flwr.training import model_and_data
 from ravan_flwr.training.cost import footprint, step_memory
 from ravan_flwr.training.local_steps import ClientWork, TrainingLoop
 from ravan_flwr.training.machine import Gpu
 from ravan_flwr.training.model_and_data import ModelAndData, make_method
 from ravan_flwr.training.network import backbone_dtype, captures_steps
+from ravan_flwr.training.plan import describe
 from ravan_flwr.training.step import TrainingSettings
 from tests.support.tiny import save_data, save_model
 
@@ -156,6 +161,49 @@ def test_examples_on_a_device_are_the_same(monkeypatch):
         assert isinstance(placed.table, dict)
         expected = examples.take(rows[:2] + 1)
         assert torch.equal(placed.take(rows[:2])["image"], expected["image"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "is_placed"),
+    [
+        ({}, 10**9, True),
+        ({}, 10_000, False),
+        ({"privacy": "example", "epsilon": 5.0}, 10**9, False),
+    ],
+)  # fmt: skip
+def test_images_lie_on_a_gpu_where_they_take_little_of_its_memory(
+    settings, free, is_placed, monkeypatch
+):
+    """A digit has 8 x 8 numbers of 4 bytes and a label of 8; a device's own digits count, too."""
+    placed = []
+    monkeypatch.setattr(Encoded, "on", lambda one, device: placed.append(one.nbytes) or one)
+    monkeypatch.setattr(model_and_data, "likely_device", lambda _: "cuda")
+    monkeypatch.setattr(model_and_data, "free_memory", lambda _: free)
+    loaded = ModelAndData(read_config({"device": "cpu"} | settings))
+    loaded.partition(0, 4)
+    _ = loaded.test_sets
+    assert len(placed) == 2 * is_placed
+    monkeypatch.setattr(
+        model_and_data, "device_examples", lambda *_: loaded.splits["train"].select(range(9))
+    )
+    loaded.device_examples("/data", 0)
+    assert placed[2:] == [9 * (4 * 64 + 8)] * is_placed
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({}, True), ({"float32-matmul": "tf32"}, False), ({"precision": "bfloat16"}, False)],
+)
+def test_a_plan_and_a_run_in_exact_float32_on_a_gpu_tell_of_tf32(settings, is_told, caplog):
+    config = read_config({"device": "cuda"} | settings)
+    assert ("float32-matmul=tf32" in describe(config)) is is_told
+    assert "float32-matmul=tf32" not in describe(replace(config, device="cpu"))
+    for kind, expected in (("cuda", is_told), ("cpu", False)):
+        caplog.clear()
+        loaded: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(kind)))
+        with caplog.at_level("INFO", "ravan_flwr"):
+            report_float32(loaded, config)
+        assert ("float32-matmul=tf32" in caplog.text) is expected
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Several clients in one pass are the same clients one by one."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ import torch
 
 from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch import parallel_clients
+from ravan_flwr.launch.parallel_clients import clients_per_pass
 from ravan_flwr.methods.base import split_classifier
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.captured import GraphCache
 from ravan_flwr.training.local_steps import ClientWork, TrainingLoop, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -183,6 +187,82 @@ def test_a_run_in_passes_is_the_run_one_by_one(tmp_path):
             keys = ("partition-id", "heads", "examples", "bytes-up", "bytes-down")
             assert {key: client[key] for key in keys} == {key: same[key] for key in keys}
             assert same["seconds"] > 0
+
+
+def counted(monkeypatch):
+    """Return two lists, of the clients of each pass, and of those that train alone."""
+    passes: list[list[int]] = []
+    alone: list[int] = []
+
+    def train(model, task, clients):
+        results = train_together(model, task, clients)
+        trained = zip(clients, results, strict=True)
+        passes.append(
+            [one.client_round.partition_id for one, result in trained if result is not None]
+        )
+        return results
+
+    def train_alone(model, task, work):
+        alone.append(work.client_round.partition_id)
+        return train_locally(model, task, work)
+
+    monkeypatch.setattr(answers, "train_together", train)
+    monkeypatch.setattr(answers, "train_locally", train_alone)
+    return passes, alone
+
+
+def test_clients_of_mixed_budgets_train_once_each(tmp_path, monkeypatch):
+    """Between the messages of a pass lie those of other budgets, which begin other passes."""
+    passes, alone = counted(monkeypatch)
+    settings = {**RUN, "clients-per-round": 12, "local-steps": 1, "batch-size": 8}
+    result = run(tmp_path, 12, settings, num_rounds=2, clients_per_pass=2)
+    budgets = {client["heads"] for client in records_of(result)[0]["clients"]}
+    assert len(budgets) > 1
+    assert sorted([*itertools.chain(*passes), *alone]) == sorted([*range(12)] * 2)
+    assert len(alone) <= 2 * len(budgets)  # at most one is left of each budget
+    assert {len(clients) for clients in passes} == {2}
+
+
+def test_clients_with_other_numbers_of_steps_have_passes_of_their_own(monkeypatch, tmp_path):
+    """Of 1,438 examples four clients have 240, two steps of 239, and two have 239, one step."""
+    passes, alone = counted(monkeypatch)
+    settings = {"local-steps": "epochs:1", "batch-size": 239, "clients-per-round": 6}
+    settings |= {"device": "cpu", "processes": 1, "partition": "iid"}
+    run(tmp_path, 6, settings, num_rounds=1, clients_per_pass=6)
+    assert sorted(map(len, passes)) == [2, 4]
+    assert not alone
+    assert sorted(itertools.chain(*passes)) == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "number", "reason"),
+    [
+        ({"clients-per-round": 50}, 32, ""),
+        ({"clients-per-round": 3}, 3, ""),
+        ({"clients-per-round": 50, "clients-per-pass": 40}, 40, ""),
+        ({"preset": "cifar100-vit-b16", "clients-per-round": 50}, 1, ""),
+        ({"clients-per-round": 50, "method": "fedsa-lora"}, 1, "stay with each client"),
+        ({"clients-per-round": 50, "method": "full", "clients-per-pass": 4}, 1, "more than"),
+        ({"clients-per-round": 50, "privacy": "example", "epsilon": 5.0}, 1, "privacy=example"),
+    ],
+)
+def test_a_gpu_gets_as_many_clients_in_a_pass_as_keep_it_busy(
+    settings, number, reason, monkeypatch, caplog
+):
+    """ViT-B/16 keeps a GPU busy alone; where passes are refused, the log has the reason."""
+    loaded = made(method=settings.get("method", "ravan"))
+    _ = loaded.model
+    monkeypatch.setattr(parallel_clients, "get_model_and_data", lambda _: loaded)
+    config = read_config({"device": "cpu", **settings})
+    if config.clients_per_pass is None:
+        assert clients_per_pass(config, 100) == 1  # on a CPU
+    monkeypatch.setattr(AdaptedModel, "device", torch.device("cuda"))
+    caplog.clear()
+    with caplog.at_level("INFO", "ravan_flwr"):
+        assert clients_per_pass(config, 100) == number
+    text = " ".join(record.getMessage() for record in caplog.records)
+    assert reason in text
+    assert ("one by one" in text) == bool(reason)
 
 
 @pytest.mark.slow
