@@ -38,7 +38,7 @@ TEXT = (
     "it rained, he stayed at home, made himself a cup of tea and read the newspaper. His daughter "
     "lived in the city and came to visit him once a month."
 )
-MAX_PERPLEXITY = 25.0  # of TEXT: MEASURED here, PERMUTED with the rows of queries and keys permuted
+MAX_PERPLEXITY = 25.0  # of TEXT; it has 13, and 68 with the rows of queries and keys permuted
 
 
 def download(folder: Path) -> None:
