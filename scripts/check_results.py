@@ -58,6 +58,8 @@ def shown(values: list[float], metric: str, *, signed: bool = False) -> str:
 
 def p_value(values: list[float]) -> float:
     """Integrate Student's density by Simpson's rule, from 0 to t, for the paired test."""
+    if not half(values):
+        return float(not statistics.mean(values))
     n, t = len(values) - 1, abs(statistics.mean(values)) / (half(values) / T95[len(values) - 1])
     scale = math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi)
     at: list[float] = [

@@ -113,6 +113,18 @@ def test_both_implementations_agree_on_random_results(tmp_path, monkeypatch, see
     assert "×" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.5, -0.25, 1.0, 0.75], stats.ttest_1samp([0.5, -0.25, 1.0, 0.75], 0).pvalue),
+        ([0.0, 0.0, 0.0], 1.0),
+        ([0.5, 0.5, 0.5], 0.0),
+    ],
+)
+def test_the_paired_test_with_equal_differences_too(differences, expected):
+    assert check_results.p_value(differences) == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_planned_study_is_accepted_and_one_that_hides_its_runs_is_not(tmp_path, monkeypatch):
     rows = {"ravan": {}, "fedit": {"method": "fedit"}, "none": {"method": "none", "num-rounds": 1}}
     rows["none"]["learning-rate"] = 1e-3
