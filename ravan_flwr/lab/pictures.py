@@ -27,6 +27,7 @@ from ravan_flwr.results.charts import (
 from ravan_flwr.results.run_charts import metric_charts
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.results.spectrum import charts as spectrum_charts
+from ravan_flwr.runs.console import count
 from ravan_flwr.tasks import TIME, is_fraction
 
 
@@ -162,7 +163,7 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
     caption = Caption(
         f"{metric}-by-{'rate' if table.chosen_key == RATE else table.chosen_key}",
         f"{metric.capitalize()} by {name}",
-        f"The {metric} on {examples}, by {name}; {min(seeds)} seeds. The "
+        f"The {metric} on {examples}, by {name}; {count(min(seeds), 'seed')}. The "
         "large point is the one that was chosen; filled points are not significantly different "
         "from it.",
     )

@@ -54,7 +54,7 @@ def plan_study(
             seconds += sum(map(times.of, todo)) / options.jobs
     log.info("time: about %s, with --jobs %d", minutes(seconds), options.jobs)
     if more := runs_beyond(study, results):
-        text = "and %s for each of up to %d more, where a best rate is at the edge of its grid"
+        text = "and %s for each of up to %d more runs, if a best rate is at the edge of its grid"
         log.info(text, minutes(seconds / number), more)
     log.info(ASSUMED)
 

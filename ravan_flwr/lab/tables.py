@@ -31,7 +31,8 @@ from ravan_flwr.runs.console import megabytes
 from ravan_flwr.tasks import TIME, is_fraction
 
 LEGEND = """\
-Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
+Numbers are means over the seeds, each with half of its 95 % interval (Student's t over the seeds).
+Differences are paired by seed.
 Bold: the best row that competes, and those not significantly different from it. *Edge*: the
 smallest or largest rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are
 rates not significantly different from it, in italics below; *runs* those of the choice. *p, Holm*:

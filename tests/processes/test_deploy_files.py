@@ -70,9 +70,9 @@ def many(tmp_path):
     page = (ROOT / "docs" / "deploy.md").read_text()
     scripts = re.findall(r"^```bash\n(set -euo pipefail\n.*?)^```$", page, re.M | re.S)
 
-    def run(word, **variables):
+    def run(word, *arguments, **variables):
         (script,) = [text for text in scripts if word in text]
-        command = ["bash", "-c", script]
+        command = ["bash", "-c", script, "script", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment | variables).returncode
 
     return run
@@ -130,6 +130,30 @@ def test_the_script_installs_each_device_with_its_number(many, tmp_path):
             names = f"ravan-supernode@{node} ravan-supernode-check@{node}"
             commands = ["daemon-reload", f"enable {names}", f"restart {names}"]
             assert (installed / "calls").read_text().splitlines() == commands * times
+
+
+def test_the_script_upgrades_the_named_devices_and_keeps_the_old_installation(many, tmp_path):
+    (tmp_path / "node-0.env").write_text("partition-id=0")
+    (tmp_path / "node-1.env").write_text("partition-id=1 budget=0.25")
+    folders = [tmp_path / name for name in DEVICE_NAMES]
+    for folder in folders:
+        (folder / "etc" / "ravan-flwr").mkdir()
+        (folder / "opt").mkdir()
+    assert many("git archive") == 0
+    programs = [folder / "opt" / "ravan-flwr" / ".venv" / "bin" for folder in folders]
+    for program in programs[1:]:  # device 0 has an installation that was interrupted
+        (program / "flower-supernode").write_text("old")
+    assert many("git archive", "0", "1") == 0
+    calls = [(x / "opt" / "ravan-flwr" / "calls").read_text().count("restart") for x in folders]
+    assert calls == [2, 2, 1]
+    copies = [folder / "opt" / "ravan-flwr-old" for folder in folders]
+    assert [copy.exists() for copy in copies] == [False, True, False]
+    (programs[1] / "flower-supernode").write_text("new")
+    assert many("git archive", "1") == 0  # the copy stays
+    assert (copies[1] / ".venv" / "bin" / "flower-supernode").read_text() == "old"
+    settings = [x / "etc" / "ravan-flwr" / f"node-{n}.env" for n, x in enumerate(folders)]
+    expected = ["partition-id=0", "partition-id=1 budget=0.25", "partition-id=2"]
+    assert [path.read_text() for path in settings] == expected
 
 
 def test_the_script_of_the_collector_counts_nodes_and_failed_runs(tmp_path):

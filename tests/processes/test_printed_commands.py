@@ -69,6 +69,8 @@ ELSEWHERE = {
     "test_the_comparison_of_methods_writes_its_files",
     r"doctor |flower-.* --(host|runtime|root)|flwr (supernode|run \. edge)": "networks/"
     "test_networks.py::test_a_run_set_up_by_the_page_uses_all_devices",
+    r"bash install\.sh": "processes/test_deploy_files.py::"
+    "test_the_script_upgrades_the_named_devices_and_keeps_the_old_installation",
     r"secure-keys=": "flower/test_secure.py::test_both_rounds_close_with_the_remaining_clients",
     r"flower-supernode \.\.\.": "flower/test_deployment.py::test_only_registered_nodes_connect",
     r"flwr run examples/own_": "flower/test_own_app.py::test_the_example_learns_in_a_simulation",
