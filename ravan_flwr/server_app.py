@@ -101,7 +101,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
     with ExitStack() as stack:
         if earlier is not None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
-            release_log = stack.enter_context(logging_to(earlier.path, held=True))
+            write_held_log = stack.enter_context(logging_to(earlier.path, held=True))
         loaded = get_model_and_data(config)
         if earlier is None and loaded.model.is_calibrated:  # by an earlier run of this process
             get_model_and_data.cache_clear()
@@ -121,7 +121,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             name = run_name(config, context.run_config, number)
             directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))
-            release_log = stack.enter_context(logging_to(directory.path))
+            write_held_log = stack.enter_context(logging_to(directory.path))
         else:
             directory = earlier
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
@@ -130,7 +130,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
         if from_round is None and is_to_be_delivered(directory, config, start):
-            release_log()
+            write_held_log()
             load(DELIVER_LATER)(grid, loaded, config, directory, start)
             return
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
@@ -139,7 +139,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_float32(loaded, config)
         for message in without_effect(context.run_config):
             log.warning("%s", message)
-        beginning = _Beginning(directory, config, context.run_config, release_log)
+        beginning = _Beginning(directory, config, context.run_config, write_held_log)
         with _recording_failure(beginning):
             if earlier is None:
                 beginning.on_recruited()
@@ -156,14 +156,14 @@ class _Beginning:
     directory: RunDirectory
     config: Config
     run_config: Mapping[str, Scalar]
-    release_log: Callable[[], None]
+    write_held_log: Callable[[], None]
     begun: bool = False
 
     def on_recruited(self) -> None:
         if self.begun:
             return
         self.begun = True
-        self.release_log()
+        self.write_held_log()
         (self.directory.path / "failure.json").unlink(missing_ok=True)  # written before the resume
         self.directory.write_settings(self.run_config)
         self.directory.write_config(self.config)
@@ -286,8 +286,8 @@ def _save_result(
             norms = model.method.head_norms(model.adapters)
             names = [layer.name for layer in model.layers]
             summary["head-norms"] = dict(zip(names, norms, strict=True))
-            directory.write_json("summary.json", summary)
             write_result(form, folder, loaded)
+        directory.write_json("summary.json", summary)  # last: it says that the run is finished
         write_card(folder, form, directory)
 
 

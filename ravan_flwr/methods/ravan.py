@@ -62,17 +62,19 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def _largest_rank(self) -> int:
         """Return the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
         per_head = (self.budget - self._extra_parameters()) / (len(self.layers) * self.heads)
-        rank = math.isqrt(max(0, math.floor(per_head) - int(self.trains_scales)))
+        scale = int(self.trains_scales)
+        rank = math.isqrt(max(0, math.floor(per_head) - scale))
         if rank < 1:
             raise ValueError(
                 f"heads = {self.heads}: the budget of {self.budget} trainable parameters has "
-                f"room for {per_head:.2f} a head, expected at least 2; lower heads or set rank"
+                f"room for {per_head:.2f} a head, expected at least {1 + scale}; "
+                "lower heads or set rank"
             )
         return min(rank, self.side)
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        return len(self.layers), self.heads, self.rank, self.rank
+        return len(self.layers), self.heads, self.rank, self.rank  # of H
 
     def _extra_parameters(self) -> int:
         """Return the number of trained parameters beside the heads."""

@@ -93,11 +93,19 @@ class Buffered(Transport):
         while self.sent and not deadline.satisfied:
             if len(round_.log.rejected) - rejected >= self.concurrency:
                 break
-            reply = next(pull_replies(round_.grid, self._inbox, list(self.sent), deadline), None)
+            waiting, late = list(self.sent), round_.late_replies()
+            replies = pull_replies(round_.grid, self._inbox, waiting, deadline, late.keys())
+            reply = next(replies, None)
             if reply is None:
                 self._give_up(round_)
                 break
-            if reply.metadata.reply_to_message_id not in self.sent:
+            answered = reply.metadata.reply_to_message_id
+            if answered in late:
+                before = len(round_.log.rejected)
+                round_.reject_late(reply, late[answered])
+                rejected += len(round_.log.rejected) - before  # it was rejected once already
+                continue
+            if answered not in self.sent:
                 continue  # its timeout passed while it was being fetched
             yield reply
             if not deadline.satisfied:

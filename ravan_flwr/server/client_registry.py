@@ -139,8 +139,9 @@ class ClientRegistry:
         self.backbone, self.fingerprint = loaded.backbone_fingerprint, loaded.model.seed_fingerprint
         self.min_clients = config.min_replies if for_training else 1
         self.nodes: dict[int, Node] = {}
-        # Numbers of examples are checked if they are used as weights.
-        counted = config.weighting == "examples" or config.evaluate_on == "clients"
+        # Numbers of examples are checked if they are used: as weights, or for numbers of steps.
+        weighted = config.weighting == "examples" or config.evaluate_on == "clients"
+        counted = weighted or config.local_epochs is not None
         sizes = loaded.partition_sizes if counted else None
         self._partitions = Partitions(num_partitions, sizes, config.max_examples)
         self._keys: dict[int, str] = {}  # node id -> hash of its public key, if it has one

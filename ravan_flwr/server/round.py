@@ -1,7 +1,7 @@
 """One round: send its messages, wait for the replies, reject what is invalid or late.
 
-A reply is accepted until its round closes. A later reply is fetched in a following round, rejected
-and recorded there, so that no round waits for it and the log is complete.
+A reply is accepted until the wait for it ends. A later reply is fetched in a following wait,
+rejected and recorded there, so that no round waits for it and the log is complete.
 """
 
 import math
@@ -127,7 +127,7 @@ class Round:
             for message_id, sent in self.outstanding.items()
         }
         waiting = sorted(failures, key=failures.__getitem__)  # those with failures come last
-        late = {message_id: node for node in self._nodes.values() for message_id in node.late}
+        late = self.late_replies()
         failed = find_failures(grid).count
         inbox = self._message_builder.inbox
         for reply in pull_replies(grid, inbox, waiting, self.deadline, late.keys()):
@@ -135,7 +135,7 @@ class Round:
             if answered in self.outstanding:
                 yield reply
             elif answered in late:
-                self._reject_late(reply, late.pop(answered))
+                self.reject_late(reply, late.pop(answered))
             failed = find_failures(grid).count
         # If the SuperLink failed after the last reply, missing replies are not the nodes' fault.
         self._close(find_failures(grid).last if find_failures(grid).count > failed else "")
@@ -183,7 +183,11 @@ class Round:
         node.faults += 1
         self.log.reject(client, reason)
 
-    def _reject_late(self, reply: Message, node: Node) -> None:
+    def late_replies(self) -> dict[str, Node]:
+        """Return the nodes whose late replies may still come, by message id."""
+        return {message_id: node for node in self._nodes.values() for message_id in node.late}
+
+    def reject_late(self, reply: Message, node: Node) -> None:
         """Count a late reply's bytes, and record it as rejected unless it is unused.
 
         The node had its fault when the reply was missing.

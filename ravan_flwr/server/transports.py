@@ -73,7 +73,7 @@ class Plain(Transport):
         """Draw further clients if too few replied; none if all clients were asked."""
         if len(round_.log.clients) >= limits.min_replies or not limits.asks_more:
             return []
-        skipped = round_.log.skipped
+        skipped = round_.log.skipped  # of the first draw, which the next one overwrites
         clients = self.federation.sampler.sample(
             round_.grid,
             round_.log,
@@ -81,7 +81,8 @@ class Plain(Transport):
                 client for client in eligible if client.node_id not in round_.recipients
             ],
         )
-        round_.log.skipped = skipped
+        asked = {client.partition_id for client in clients}
+        round_.log.skipped = [partition for partition in skipped if partition not in asked]
         if clients:
             log.warning(
                 "round %d has %d valid replies, expected %d at least: it asks %s more",

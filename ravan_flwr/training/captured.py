@@ -246,7 +246,8 @@ class CapturedStep:
             moved = [
                 name
                 for name, tensor in _tensors(self.network).items()
-                if tensor.data_ptr() != self.fixed.tensors[name].data_ptr()
+                if name not in self.fixed.tensors
+                or tensor.data_ptr() != self.fixed.tensors[name].data_ptr()
             ]
             if moved or _description(self.network) != self._description:
                 raise RuntimeError(

@@ -354,7 +354,8 @@ def largest_fraction(config: Config, free: int) -> float:
     """Return the largest budget fraction whose training step fits into `free` bytes."""
     units = Skeleton(config).method.budget_units
     if units is None:  # trained whole or not at all: then it is the part of the needed memory
-        return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
+        needed = max(1, step_memory(config, 1.0).added)  # 0 if nothing is trained
+        return max(1e-6, min(1.0, 0.9 * free / needed))
 
     def need(number: int) -> int:
         return step_memory(config, number / units).added

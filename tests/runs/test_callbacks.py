@@ -89,6 +89,20 @@ def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
     assert not (directory / "summary.json").exists()
 
 
+def test_a_run_whose_result_cannot_be_written_has_failed(tmp_path, monkeypatch):
+    """A study would count a run with a summary as done."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ravan_flwr.server_app.write_result", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path, [])
+    (directory,) = tmp_path.iterdir()
+    assert "No space left" in (directory / "failure.json").read_text()
+    assert not (directory / "summary.json").exists()
+
+
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [

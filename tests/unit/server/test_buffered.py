@@ -1,11 +1,13 @@
 """Asynchronous rounds: exact without staleness, FedBuff's weights with it."""
 
 import math
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -214,3 +216,26 @@ def test_a_reply_after_its_timeout_is_still_expected_over_a_network():
         reason for _, reason in strategy.federation.registry.nodes[client.node_id].late.values()
     ]
     assert reasons[0] == "late: an update of version 1, after 0.2 s"
+
+
+def test_a_late_reply_is_recorded_although_clients_do_not_evaluate():
+    """Partition 2 answers its first message when its timeout of 0.2 s is over."""
+
+    class Late(Remote):
+        held: ClassVar[dict[str, Message]] = {}
+
+        def pull_messages(self, message_ids):
+            for reply in super().pull_messages(message_ids):
+                node, metadata = self.registered[reply.metadata.src_node_id], reply.metadata
+                if metadata.message_type == "train" and node.partition_id == 2:
+                    self.held.setdefault(metadata.reply_to_message_id, reply)
+                else:
+                    yield reply
+            if time.monotonic() > 0.3:
+                yield from (self.held.pop(one) for one in message_ids if one in self.held)
+
+    notes, _, _ = run(Late(3), 10, timeout=0.2, **ASYNC | {"buffer_size": 3})
+    reasons = [entry["reason"] for entry in rejections(notes) if entry["client"] == "partition 2"]
+    assert reasons[0] == "no reply within 0.2 s"
+    assert "late: an update of version 1, after 0.2 s" in reasons
+    assert all({c["partition-id"] for c in r["clients"]} >= {0, 1} for r in notes.records)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
@@ -101,6 +101,28 @@ def test_a_repeatedly_unresponsive_client_is_asked_less_often():
     assert asked_rounds == [1, 2, 4, 8]  # skipped for 0, 1, 3 rounds
     skipped = [r["round"] for r in notes.records if r["skipped"] == [1]]
     assert skipped == [3, 5, 6, 7]
+
+
+def test_a_skipped_client_that_a_round_asks_after_all_is_not_recorded_as_skipped():
+    """In round 3 partition 1 would be skipped, but the round needs it: another reply is bad."""
+
+    def behave(partition, message):
+        is_bad = (message.metadata.message_type, message.metadata.group_id, partition) == (
+            "train", "3", 0,
+        )  # fmt: skip
+        return Message(RecordDict(), reply_to=message) if is_bad else None
+
+    class Late(Unresponsive):
+        def is_unresponsive(self, reply):
+            return super().is_unresponsive(reply) and reply.metadata.group_id != "3"
+
+    nodes = Late(1)
+    nodes.behave = behave
+    notes, _, _ = train_all(nodes, rounds=3, timeout=0.2, min_replies=3)
+    third = notes.records[2]
+    assert "partition 0" in {entry["client"] for entry in third["rejected"]}
+    assert {client["partition-id"] for client in third["clients"]} == {1, 2, 3}
+    assert third["skipped"] == []
 
 
 def test_a_client_that_replies_again_is_no_longer_skipped():
@@ -393,7 +415,10 @@ def weight(strategy, one):
     return strategy.federation.weight(one)
 
 
-@pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"weighting": "examples"}, {"evaluate_on": "clients"}, {"local_steps": "epochs:1"}],
+)
 @pytest.mark.parametrize("own_data", [False, True])
 def test_a_nodes_claim_must_equal_its_partition_size(setting, own_data):
     """A single node with data of its own is limited by the others, instead."""
@@ -408,6 +433,19 @@ def test_a_nodes_claim_must_equal_its_partition_size(setting, own_data):
     else:
         assert registry.clients.keys() == {11, 13, 14}
         assert "examples is 281474976710656, expected 10" in registry.refused[12]
+
+
+def test_steps_of_a_pass_are_counted_from_partitions_of_any_size():
+    """The last client has forty times the others' examples: more than a claim would be allowed."""
+    nodes, sizes = Nodes(), [10, 10, 10, 400]
+    for node_id, node in nodes.registered.items():
+        nodes.registered[node_id] = replace(node, examples=sizes[node.partition_id])
+    settings = {"local_steps": "epochs:1", "batch_size": 10}
+    federation = strategy_with(nodes, lambda _: sizes, **settings).federation
+    federation.registry.recruit(nodes, wait=True)
+    clients = federation.registry.clients.values()
+    steps = {client.partition_id: federation.steps(client) for client in clients}
+    assert steps == {0: 1, 1: 1, 2: 1, 3: 40}
 
 
 def test_a_server_without_the_shared_data_logs_that_sizes_are_unchecked(caplog):

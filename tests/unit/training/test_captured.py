@@ -257,22 +257,27 @@ def test_further_shapes_of_a_batch_are_computed_eagerly(loaded, monkeypatch):
     assert recorder.recordings == 1
 
 
-def move(parameter):
+def move(network):
+    parameter = next(network.parameters())
     parameter.data = parameter.data.clone()
 
 
-def train(parameter):
-    parameter.requires_grad_(True)
+def train(network):
+    next(network.parameters()).requires_grad_(True)
 
 
-@pytest.mark.parametrize("change", [move, train])
+def add(network):
+    network.register_buffer("added", torch.zeros(1), persistent=False)
+
+
+@pytest.mark.parametrize("change", [move, train, add])
 def test_a_tensor_that_changes_while_a_client_trains_is_an_error(change, loaded, monkeypatch):
     loaded.model.training_graphs = GraphCache(Recorder())
     upload(loaded)
     logits = type(loaded.task).logits
 
     def changing(task, network, batch):
-        change(next(network.parameters()))
+        change(network)
         return logits(task, network, batch)
 
     monkeypatch.setattr(type(loaded.task), "logits", changing)

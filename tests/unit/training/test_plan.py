@@ -22,6 +22,10 @@ def config(**settings):
     return read_config({key.replace("_", "-"): value for key, value in settings.items()})
 
 
+def test_an_automatic_budget_where_nothing_is_trained():
+    assert largest_fraction(config(method="none", classifier="frozen"), 10**9) == 1.0
+
+
 @pytest.mark.parametrize("method", ["hetlora", "fedit"])
 def test_an_automatic_budget_fraction_of_ranks(method):
     settings = config(method=method, lora_rank=8)
