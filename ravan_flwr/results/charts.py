@@ -370,7 +370,9 @@ def differences(
         for name, (at, middle, half) in ends.items():
             right.errorbar(at, middle, half, label=plain(name), **styles[name])
         right.set_xscale("log")
-        right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        costs = [at for at, _, _ in ends.values()]
+        is_wide = max(costs) > 300 * min(costs)  # then labels at 2 and 5 would overlap
+        right.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
         right.xaxis.set_major_formatter("{x:g}")
         right.xaxis.set_minor_locator(NullLocator())
         _name(left, x, "")

@@ -126,8 +126,8 @@ def test_the_paired_test_with_equal_differences_too(differences, expected):
 
 
 def test_a_planned_study_is_accepted_and_one_that_hides_its_runs_is_not(tmp_path, monkeypatch):
-    rows = {"ravan": {}, "fedit": {"method": "fedit"}, "none": {"method": "none", "num-rounds": 1}}
-    rows["none"]["learning-rate"] = 1e-3
+    untrained = {"method": "none", "num-rounds": 1, "learning-rate": 1e-3}
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}, "none": untrained}
     table = {"title": "Own", "rows": rows, "references": ["none"]}
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},

@@ -176,7 +176,12 @@ def test_images_lie_on_a_gpu_where_they_take_little_of_its_memory(
 ):
     """A digit has 8 x 8 numbers of 4 bytes and a label of 8; a device's own digits count, too."""
     placed = []
-    monkeypatch.setattr(Encoded, "on", lambda one, device: placed.append(one.nbytes) or one)
+
+    def on(encoded, device):
+        placed.append(encoded.nbytes)
+        return encoded
+
+    monkeypatch.setattr(Encoded, "on", on)
     monkeypatch.setattr(model_and_data, "likely_device", lambda _: "cuda")
     monkeypatch.setattr(model_and_data, "free_memory", lambda _: free)
     loaded = ModelAndData(read_config({"device": "cpu"} | settings))
