@@ -369,12 +369,13 @@ def differences(
         left.grid(visible=False, axis="y")
         for name, (at, middle, half) in ends.items():
             right.errorbar(at, middle, half, label=plain(name), **styles[name])
-        right.set_xscale("log")
         costs = [at for at, _, _ in ends.values()]
-        is_wide = max(costs) > 300 * min(costs)  # then labels at 2 and 5 would overlap
-        right.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
-        right.xaxis.set_major_formatter("{x:g}")
-        right.xaxis.set_minor_locator(NullLocator())
+        if max(costs) > 2 * min(costs) > 0:  # else a logarithmic axis lacks a row, or labels
+            right.set_xscale("log")
+            is_wide = max(costs) > 300 * min(costs)  # then labels at 2 and 5 would overlap
+            right.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
+            right.xaxis.set_major_formatter("{x:g}")
+            right.xaxis.set_minor_locator(NullLocator())
         _name(left, x, "")
         _name(right, cost, y)
         figure.legend(ncols=4, loc="outside upper center")
