@@ -370,7 +370,7 @@ def differences(
         for name, (at, middle, half) in ends.items():
             right.errorbar(at, middle, half, label=plain(name), **styles[name])
         costs = [at for at, _, _ in ends.values()]
-        if max(costs) > 2 * min(costs) > 0:  # else a logarithmic axis lacks a row, or labels
+        if min(costs) > 0:  # a logarithmic axis would lack a row that sends nothing
             right.set_xscale("log")
             is_wide = max(costs) > 300 * min(costs)  # then labels at 2 and 5 would overlap
             right.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))

@@ -10,6 +10,7 @@ from ravan_flwr.lab.choosing import table_runs
 from ravan_flwr.lab.pictures import band_ends, charts
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.tables import table_lines
+from ravan_flwr.results.charts import Caption, differences
 from tests.studies import fill, result
 from tests.unit.lab.written import study_of
 
@@ -71,6 +72,16 @@ def test_planned_differences_are_drawn_with_intervals_and_bytes(tmp_path):
     theirs = stats.ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval()
     assert (low[0], high[0]) == pytest.approx(tuple(theirs))
     assert "all-at-once-accuracy-differences" not in charts_of(tmp_path / "b", MANY[:3])
+
+
+@pytest.mark.parametrize(("costs", "scale"), [((5.0, 40.0), "log"), ((0.0, 40.0), "linear")])
+def test_a_row_that_sends_nothing_is_drawn_beside_the_others(costs, scale):
+    ends = {name: (at, 0.5, 0.1) for name, at in zip(("none", "ravan"), costs, strict=True)}
+    chart = differences(Caption("a", "b", "c"), {"none": (0.1, 0.2)}, ends, "x", "MB", "y")
+    _, right = chart.figure.axes
+    assert right.get_xscale() == scale
+    low, high = right.get_xlim()
+    assert all(low <= cost <= high for cost in costs)
 
 
 def test_planned_differences_of_perplexities_are_not_in_percent(tmp_path):
