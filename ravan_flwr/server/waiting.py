@@ -79,7 +79,8 @@ class ReplyFetcher:
 
     def __init__(self) -> None:
         self._fetching: set[str] = set()
-        self._came: Queue[tuple[str, Message | BaseException | None]] = Queue(2)
+        # Message ids with their replies; and `_DONE`, with the event that its thread was given.
+        self._came: Queue[tuple[str, Message | BaseException | threading.Event | None]] = Queue(2)
 
     def fetch_ready(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to these messages that have arrived."""
@@ -110,8 +111,10 @@ class ReplyFetcher:
         try:
             while True:
                 message_id, result = self._came.get(timeout=MAX_FETCH_SECONDS)
-                if message_id == _DONE:
-                    return
+                if isinstance(result, threading.Event):
+                    if result is stop:
+                        return
+                    continue  # of an earlier thread, whose caller stopped early
                 self._fetching.discard(message_id)
                 if isinstance(result, BaseException):
                     raise result
@@ -126,7 +129,7 @@ class ReplyFetcher:
         """Fetch replies one after the other, and queue them; exceptions are queued as well."""
         while not stop.is_set():
             if (message_id := _next(todo)) is None:
-                self._came.put((_DONE, None))
+                self._came.put((_DONE, stop))
                 return
             try:
                 self._came.put((message_id, fetch(grid, message_id)))

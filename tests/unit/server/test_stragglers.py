@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import read_registered_client
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server import round_log
+from ravan_flwr.server import round_log, waiting
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.releases import release_class
 from ravan_flwr.server.round_log import weighted_mean
@@ -402,6 +402,22 @@ def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
     run(nodes, rounds=8, clients_per_round=3, evaluate_fn=evaluate)
     over.set()
     assert max(threads) - threads[0] <= 2
+
+
+def test_the_end_of_an_earlier_thread_is_not_taken_for_that_of_the_present_one(monkeypatch):
+    """Its caller had stopped early. Else one thread after the other would be started."""
+    inbox, started, start = waiting.ReplyFetcher(), [], threading.Thread.start
+
+    def start_and_join(thread):
+        started.append(thread)
+        assert len(started) < 5
+        start(thread)
+        thread.join()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_join)
+    inbox._came.put((waiting._DONE, threading.Event()))
+    assert list(inbox.fetch_ready(Remote(1), [])) == []
+    assert len(started) == 1
 
 
 # Numbers of examples.
