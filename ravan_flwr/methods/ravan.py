@@ -244,9 +244,8 @@ class HeadMeans:
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's products to the sums of the heads that its bits mark."""
         chosen = unpack_bits(upload["heads"], len(self.weight))
-        # Head by head: a copy of all heads in float64 would not fit into the processor's cache.
-        for head, product in zip(chosen.nonzero().flatten().tolist(), upload["H"], strict=True):
-            self.sum[head].add_(product, alpha=weight)
+        indices = chosen.nonzero().flatten()
+        self.sum.index_add_(0, indices, upload["H"].double(), alpha=weight)
         self.weight[chosen] += weight
         self.total += weight
 

@@ -89,11 +89,11 @@ class Buffered(Transport):
             self.config.round_timeout, len(self.sent), enough=self.buffer,
             clock=self.federation.clock,
         )  # fmt: skip
-        rejected = len(round_.log.rejected)
+        rejected, late = len(round_.log.rejected), round_.late_replies()
         while self.sent and not deadline.satisfied:
             if len(round_.log.rejected) - rejected >= self.concurrency:
                 break
-            waiting, late = list(self.sent), round_.late_replies()
+            waiting = list(self.sent)
             replies = pull_replies(round_.grid, self._inbox, waiting, deadline, late.keys())
             reply = next(replies, None)
             if reply is None:
@@ -102,7 +102,7 @@ class Buffered(Transport):
             answered = reply.metadata.reply_to_message_id
             if answered in late:
                 before = len(round_.log.rejected)
-                round_.reject_late(reply, late[answered])
+                round_.reject_late(reply, late.pop(answered))
                 rejected += len(round_.log.rejected) - before  # it was rejected once already
                 continue
             if answered not in self.sent:
