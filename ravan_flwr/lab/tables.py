@@ -30,6 +30,7 @@ from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.tasks import TIME, is_fraction
 
+MACRO_F1 = "macro-f1"  # a classification's second metric
 LEGEND = """\
 Numbers are means over the seeds, each with half of its 95 % interval (Student's t over the seeds).
 Differences are paired by seed.
@@ -124,6 +125,12 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     if table.paper:
         paper = table.paper.get(line.row)
         cells["paper, %"] = "-" if paper is None else f"{paper:.1f}"
+    if line.metric != MACRO_F1 and all(
+        MACRO_F1 in result.final for row in lines for result in row.results.values()
+    ):
+        last = table.mean_of_last or 0
+        macro_f1 = [result.value(MACRO_F1, last) for result in line.results.values()]
+        cells["macro-F1, %"] = with_interval(MACRO_F1, interval(macro_f1))
     if paired:
         cells[f"to {table.against}"] = _signed(line.metric, line.difference)
     elif not table.change_from:

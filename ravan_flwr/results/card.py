@@ -9,10 +9,9 @@ from typing import Any
 from ravan_flwr.data.model_folder import PROCESSOR, read_json
 from ravan_flwr.files import write_atomically
 from ravan_flwr.methods import METHODS
-from ravan_flwr.results.classes import read_classes
 from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Metrics, Summary
+from ravan_flwr.runs.record import Summary
 from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import fill_template
 
@@ -23,20 +22,18 @@ def write_card(
     """Write the card of a run's result as `README.md`; `config` replaces the run's own."""
     summary = directory.read_summary()
     config = config or directory.read_config()
-    fill_card(folder, form, config, summary, result_metrics(summary, directory))
+    fill_card(folder, form, config, summary)
 
 
-def fill_card(
-    folder: Path, form: str, config: dict[str, Any], summary: Summary, final: Metrics
-) -> None:
-    """Write a card from a run's settings, its summary, and the metrics of its result."""
+def fill_card(folder: Path, form: str, config: dict[str, Any], summary: Summary) -> None:
+    """Write a card from a run's settings and its summary."""
     text = fill_template(
         Path(__file__).with_name("card.md"),
         {"cell": _cell, "literal": _literal, "source": _source},
         form=form,
         config=config,
         summary=summary,
-        final=final,
+        final=summary["metrics"]["final"],
         task=get_task(config["task"]),
         method=METHODS[config["method"]],
         channels=_channels(folder),
@@ -68,14 +65,6 @@ def describe_privacy(spent: Mapping[str, Any]) -> str:
             "round, and does not protect the clients of this run"
         )
     return text
-
-
-def result_metrics(summary: Summary, directory: RunDirectory) -> Metrics:
-    """Return the metrics of the result, with the macro-F1 if there are counts by class."""
-    final = dict(summary["metrics"]["final"])
-    if classes := read_classes(directory.path, directory.read_rounds()):
-        final["macro-F1"] = classes["macro-f1"]
-    return final
 
 
 def _channels(folder: Path) -> int:

@@ -389,7 +389,7 @@ def card(kind, cohort, folder):
     summary: Any = summary_of(kind, cohort)
     fill_card(folder, "peft", config | read_config(KINDS[kind]).as_dict() | data | {
         "task": "vision", "data": {"source": "d", "labels": ["a", "b"]},
-    }, summary, {"accuracy": 0.5})  # fmt: skip
+    }, summary)  # fmt: skip
     return (folder / "README.md").read_text()
 
 

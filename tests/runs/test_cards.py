@@ -92,9 +92,7 @@ def test_a_card_says_where_the_examples_were(run, tmp_path):
         ({}, "Each client trained on its own examples; the clients' updates were"),
     )
     for given, text in cases:
-        fill_card(
-            tmp_path, "merged", read.read_config(), summary | given, summary["metrics"]["final"]
-        )
+        fill_card(tmp_path, "merged", read.read_config(), summary | given)
         card = (tmp_path / "README.md").read_text()
         assert text in card
         assert ("stayed on" in card) is (given == {"simulated": False})

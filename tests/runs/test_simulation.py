@@ -78,7 +78,7 @@ def test_a_run_directory_has_all_files_and_fields(tmp_path):
             "round", "train-loss", "metrics", "clients", "rejected", "not-eligible", "skipped",
             "unused", "partitions", "bytes-up", "bytes-down", "time", "seconds", "phases",
         }  # fmt: skip
-        assert set(record["metrics"]) == {"loss", "accuracy"}
+        assert set(record["metrics"]) == {"loss", "accuracy", "macro-f1"}
         assert len(record["clients"]) == 3
         for client in record["clients"]:
             assert set(client) == {

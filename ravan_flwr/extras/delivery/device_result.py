@@ -70,8 +70,7 @@ def save_result(
         with loaded.model.holding(state, personal_state):
             write_result(form, content, loaded)
         summary = cast(Summary, parcel.run_summary)
-        config, final = loaded.config.as_dict(), summary["metrics"]["final"]
-        fill_card(content, form, config, summary, final)
+        fill_card(content, form, loaded.config.as_dict(), summary)
         _write_mark(temporary, mark)
         _replace(temporary, target, result_path / f".{parcel.run}.{writer}.old")
     finally:

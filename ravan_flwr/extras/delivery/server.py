@@ -20,10 +20,9 @@ from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
-from ravan_flwr.results.card import result_metrics
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
+from ravan_flwr.runs.record import Delivered, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
@@ -50,9 +49,7 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-def make_parcel(
-    directory: RunDirectory, state: Tensors, summary: Summary, card_metrics: Metrics | None = None
-) -> Parcel:
+def make_parcel(directory: RunDirectory, state: Tensors, summary: Summary) -> Parcel:
     """Return the description of a run's result that devices get.
 
     Raise ValueError if the run's name is not valid as a folder's name on a device.
@@ -60,8 +57,6 @@ def make_parcel(
     excluded = {"delivered", "not-delivered", "run-id"}
     public = PUBLISHED if "epsilon" in summary else summary.keys() - excluded
     excerpt = {k: v for k, v in summary.items() if k in public}
-    if card_metrics is not None:
-        excerpt["metrics"] = {**summary["metrics"], "final": card_metrics}
     return Parcel(
         run=check_run_name(directory.path.name),
         run_id=summary.setdefault("run-id", secrets.token_hex(8)),
@@ -86,18 +81,16 @@ class DeliverAtEnd(Callback):
         self.state = dict(state)
 
     def on_run_end(self) -> None:
-        summary = self.directory.read_summary()
-        self.deliver(summary, result_metrics(summary, self.directory))
+        self.deliver(self.directory.read_summary())
 
-    def deliver(self, summary: Summary, card_metrics: Metrics | None = None) -> None:
+    def deliver(self, summary: Summary) -> None:
         """Deliver the state; add to `summary.json` which clients have it and which do not.
 
-        `card_metrics` are the metrics for the devices' model cards, if they differ from the
-        summary's. A disconnected client keeps the result of an earlier delivery.
+        A disconnected client keeps the result of an earlier delivery.
         """
         have: dict[str, Delivered] = {}
         try:
-            parcel = make_parcel(self.directory, self.state, summary, card_metrics)
+            parcel = make_parcel(self.directory, self.state, summary)
             have, missed = self._to_all(parcel)
             _log_delivery(have, missed)
         except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)

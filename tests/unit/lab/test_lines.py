@@ -162,6 +162,23 @@ def test_a_table_may_show_means_of_the_last_evaluations(tmp_path, random_values)
     assert "| accuracy, %, mean of the last 2 |" in markdown(study, results)
 
 
+def test_a_classification_has_a_column_of_macro_f1(tmp_path, random_values):
+    study, results = filled(tmp_path, random_values, **{"mean-of-last": 2})
+    assert "macro-F1" not in markdown(study, results)  # of older runs, which have not recorded it
+    for run in (run for row in study.tables[0].rows.values() for run in row.runs()):
+        old = found(results, run)
+        settings = dict(run.settings)
+        macro_f1 = {"macro-f1": [random_values[settings["method"]][settings["seed"]]] * 2}
+        curve = {name: values[-2:] for name, values in old.curve.items()} | macro_f1
+        final = old.final | {"macro-f1": 0.0}  # the table has the means of the curve
+        results.add(run, old.model_copy(update={"curve": curve, "final": final}))
+    text = markdown(study, results)
+    assert "| macro-F1, % |" in text
+    for values in random_values.values():
+        low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+        assert f"| {100 * np.mean(values):.1f} ± {50 * (high - low):.1f} |" in text
+
+
 def test_a_missing_reference_row_and_missing_seeds_are_reported(tmp_path, random_values):
     """Differences are of the seeds that both rows have."""
     fedit, ravan = (random_values[name] for name in ("fedit", "ravan"))
