@@ -75,7 +75,7 @@ def rounds(loaded: ModelAndData) -> list[list[LocalResult]]:
         for client, options in enumerate(OPTIONS):
             fraction = 0.5 if client % 2 and method.budget_units else 1.0
             steps = TrainingSettings(
-                **{"number": 3, "batch_size": BATCH, "learning_rate": 0.003, **options},
+                **{"num_steps": 3, "batch_size": BATCH, "learning_rate": 0.003, **options},
                 precision=loaded.config.precision,
             )
             work = ClientWork(

@@ -26,7 +26,7 @@ from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.replay_guard import answer_once, enforce_run_scope
 from ravan_flwr.config.node_config import Node, read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.optional import ANSWER_PHASE, LIGHT, PHASES, load
+from ravan_flwr.optional import ANSWER_PHASE, PHASES, PHASES_WITHOUT_TORCH, load
 
 app = ClientApp()
 log = getLogger(__name__)
@@ -57,7 +57,7 @@ def _answer(message_type: str, message: Message, context: Context) -> Message:
 
 def _dispatch(message_type: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     answer_once(message_type, content, context, node.partition_id)
-    if message_type in LIGHT:
+    if message_type in PHASES_WITHOUT_TORCH:
         reply: RecordDict = load(ANSWER_PHASE)(message_type, content, context, node)
         return reply
     if node.warm_worker:

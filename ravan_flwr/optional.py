@@ -20,11 +20,10 @@ RELEASES = {
     "masked": "ravan_flwr.extras.secure.release:Masked",
 }
 
-# Secure aggregation. The messages of a round, in their order; a client answers the light ones
-# without torch.
-TRAINED = "masked"
-PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
-LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
+# Secure aggregation. The messages of a round, in their order; for one of them a client trains.
+TRAINING_PHASE = "masked"
+PHASES = ("keys", "shares", TRAINING_PHASE, "agree", "unmask")
+PHASES_WITHOUT_TORCH = tuple(phase for phase in PHASES if phase != TRAINING_PHASE)
 ANSWER_PHASE = "ravan_flwr.extras.secure.phases:answer_phase"
 CHECK_KEYS = "ravan_flwr.extras.secure.phases:check_keys"
 MAKE_KEYS = "ravan_flwr.extras.secure.node_keys:make_keys"
@@ -43,7 +42,7 @@ PLAN_RELEASES = "ravan_flwr.extras.example_privacy.cost:plan_releases"
 
 # A client's answers to messages that only these parts send.
 OPTIONAL_ANSWERS = {
-    TRAINED: "ravan_flwr.extras.secure.train:train_masked",
+    TRAINING_PHASE: "ravan_flwr.extras.secure.train:train_masked",
     "deliver": "ravan_flwr.extras.delivery.client:keep_result",
 }
 

@@ -2,7 +2,8 @@
 
     python -m scripts.mutants                                  # every module of TESTS, every flag
     python -m scripts.mutants extras/secure/shamir flags --number 10
-    python -m scripts.mutants --fast                           # with the tests of `make test` alone
+    python -m scripts.mutants --fast --output FILE             # with the tests of `make test` alone
+    python -m scripts.mutants --again FILE                     # those that survived there
 
 A mutant is a copy of the package with one small change: another comparison or operator, a number
 plus one, a condition negated, a call or an error left out. The changes of a module are drawn with a
@@ -37,8 +38,10 @@ from tests.fork_server import ALL, WORKER, Forked, ForkServer, Python
 FLAGS = "flags"
 # Module -> the tests that are to notice a change of it; the quickest come first.
 TESTS = {
-    "server/aggregation": "unit/server/test_aggregation.py unit/server/test_update_norm_check.py "
-    "properties/test_robust.py properties/test_lies.py properties/test_methods.py",
+    "server/aggregation": "unit/server/test_aggregation.py properties/test_server_optimizer.py "
+    "unit/server/test_buffered.py unit/server/test_update_norm_check.py "
+    "unit/server/test_strategy.py properties/test_ravan.py properties/test_robust.py "
+    "properties/test_hostile_replies.py properties/test_lies.py properties/test_methods.py",
     "server/robust": "properties/test_robust.py unit/server/test_attackers.py "
     "unit/server/test_update_norm_check.py",
     "server/update_norm_check": "unit/server/test_update_norm_check.py "
@@ -223,10 +226,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes of tests at a time (2)")
     parser.add_argument("--fast", action="store_true", help="with the tests of `make test` alone")
     parser.add_argument("--output", type=Path, help="a file to add a JSON line a mutant to")
+    parser.add_argument("--again", type=Path, help="such a file: only its mutants that survived")
     options = parser.parse_args()
     if unknown := [name for name in options.modules if name not in TESTS]:
         parser.error(f"{unknown[0]!r} is unknown; expected {', '.join(TESTS)}")
     marks = ["--fast"] if options.fast else []
+    lines = options.again.read_text().splitlines() if options.again else []
+    again = {x["change"] for x in map(json.loads, lines) if not x["killed"]}
     survived = killed = 0
     with (
         tempfile.TemporaryDirectory() as root,
@@ -257,6 +263,8 @@ def main() -> None:
                 if module == FLAGS
                 else mutants_of(module, options.number, options.seed)
             )
+            if options.again:
+                mutants = [mutant for mutant in mutants if mutant.change in again]
             results = list(pool.map(lambda m, s=seconds: attempt(m, 60 + 5 * s), mutants))
             for mutant, result in zip(mutants, results, strict=True):
                 if not result:

@@ -24,7 +24,7 @@ from ravan_flwr.optional import (
     CHECK_PRIVATE,
     OPTIONAL_ANSWERS,
     TRAIN_PRIVATE,
-    TRAINED,
+    TRAINING_PHASE,
     load,
 )
 from ravan_flwr.training.device import free_memory
@@ -46,7 +46,7 @@ def answer(message_type: str, content: RecordDict, context: Context) -> RecordDi
     # Refuse messages that a run of these settings does not send: they could ask for too much.
     allowed, setting = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
     if client.config.secure_aggregation:
-        setting, allowed = "secure-aggregation = true", [TRAINED]
+        setting, allowed = "secure-aggregation = true", [TRAINING_PHASE]
     elif client.config.privacy == "example":
         setting, allowed = "privacy = 'example'", ["train"]
     if message_type not in ("query", "deliver", *allowed):

@@ -33,7 +33,7 @@ from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.runtime import in_process, simulating
-from ravan_flwr.server.superlink import push
+from ravan_flwr.server.superlink_calls import push
 from ravan_flwr.server.update import as_value_error, read_content
 from ravan_flwr.server.waiting import ReplyFetcher
 from ravan_flwr.training.model_and_data import ModelAndData

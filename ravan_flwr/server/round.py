@@ -20,7 +20,7 @@ from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.runtime import drop_message, in_process
-from ravan_flwr.server.superlink import find_failures, push
+from ravan_flwr.server.superlink_calls import find_failures, push
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import REAL, find_clock
 from ravan_flwr.specs import Scalar

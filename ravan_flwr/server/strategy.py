@@ -36,7 +36,7 @@ from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.round_log import RoundLog, weighted_mean
 from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
+from ravan_flwr.server.superlink_calls import install_object_check, retry_failed_calls
 from ravan_flwr.server.transports import Plain, Transport
 from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
 from ravan_flwr.server.user_messages import report_start

@@ -25,7 +25,7 @@ from ravan_flwr.messages.sparsity import densify
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.superlink import UNREADABLE
+from ravan_flwr.server.superlink_calls import UNREADABLE
 from ravan_flwr.tasks.base import Measures
 
 # Largest values that a client may report. A larger loss means that training diverged.

@@ -11,7 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from ravan_flwr.server.runtime import in_process, simulating
-from ravan_flwr.server.superlink import fetch, find_failures
+from ravan_flwr.server.superlink_calls import fetch, find_failures
 from ravan_flwr.simulated_time.clock import REAL, Clock
 
 MAX_FETCH_SECONDS = 2.0  # seconds that the other replies wait for a reply that is being fetched

@@ -80,7 +80,7 @@ class GraphCache:
 
     def wrap(self, network: nn.Module, step: OptimizerStep) -> "CapturedStep":
         """Begin a client; return its step, which is replayed where there is a graph."""
-        key = (_description(network), replace(step.settings, number=0, learning_rate=0.0))
+        key = (_description(network), replace(step.settings, num_steps=0, learning_rate=0.0))
         fixed = self.fixed_tensors.get(key)
         if fixed is not None:
             fixed.adopt(network, step)
@@ -116,12 +116,13 @@ class Graph:
     loss: Tensor
     replay: Callable[[], None]
     clients: int = 0  # that have used it
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    eager_seconds: list[float] = field(default_factory=list)
+    replay_seconds: list[float] = field(default_factory=list)
 
     @property
     def is_measured(self) -> bool:
         """Return whether enough eager and replayed steps were timed to compare them."""
-        return len(self.seconds[True]) >= TRIED
+        return len(self.replay_seconds) >= TRIED
 
     def __call__(self, micro_batches: MicroBatches) -> Tensor:
         """Run the step on a batch, and return its loss."""
@@ -289,17 +290,18 @@ class CapturedStep:
 
     def _timed(self, graph: Graph, micro_batches: MicroBatches) -> Tensor:
         """Run a step, and measure it; after the last one drop a graph that is slower."""
-        replays = len(graph.seconds[False]) >= TRIED
+        is_replay = len(graph.eager_seconds) >= TRIED
         torch.cuda.synchronize()
         began = time.perf_counter()
-        loss = graph(micro_batches) if replays else self.step(micro_batches)
+        loss = graph(micro_batches) if is_replay else self.step(micro_batches)
         torch.cuda.synchronize()
-        graph.seconds[replays].append(time.perf_counter() - began)
+        seconds = graph.replay_seconds if is_replay else graph.eager_seconds
+        seconds.append(time.perf_counter() - began)
         if graph.is_measured:
-            eager, replayed = (
-                1000 * median(graph.seconds[is_replay]) for is_replay in (False, True)
+            eager, replayed = median(graph.eager_seconds), median(graph.replay_seconds)
+            self.cache.log_once(
+                f"a step takes {1000 * replayed:.1f} ms captured, and {1000 * eager:.1f} not"
             )
-            self.cache.log_once(f"a step takes {replayed:.1f} ms captured, and {eager:.1f} not")
             if replayed > eager:
                 graphs = self.fixed.graphs if self.fixed else {}
                 graphs.update({key: None for key, kept in graphs.items() if kept is graph})

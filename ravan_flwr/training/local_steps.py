@@ -174,7 +174,7 @@ class TrainingLoop:
         step = self.model.make_step(
             parameters, self.settings, self.scaler, self.backward_all, captures=self.captures
         )
-        for _ in range(self.settings.number):
+        for _ in range(self.settings.num_steps):
             self.losses.append(step(self._next_micro_batches()))
         self.skipped = step.finish()
 

@@ -26,7 +26,7 @@ def no_scaler(device: torch.device) -> torch.amp.GradScaler:
 class TrainingSettings:
     """The settings of a client's training in one round."""
 
-    number: int  # of steps
+    num_steps: int
     batch_size: int
     learning_rate: float
     precision: str

@@ -246,7 +246,7 @@ def _train(
     model.network.train()
     examples, order = _joint_batches(task, clients)
     batches = read_batches(examples, task.collate, order, model.device)
-    losses = [step([next(batches)]) for _ in range(settings.number)]
+    losses = [step([next(batches)]) for _ in range(settings.num_steps)]
     step.finish()
     means: list[float] = torch.stack(losses).mean(0).tolist()
     return means

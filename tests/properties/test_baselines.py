@@ -184,7 +184,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     """A client sends the change that a plain loop over the same batches makes to the weights."""
     loaded = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
     model, examples = loaded.model, loaded.partition(0, 4).train
-    steps = TrainingSettings(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
+    steps = TrainingSettings(num_steps=3, batch_size=8, learning_rate=1e-3, precision="float32")
     work = ClientWork(examples, model.initial_state(), 1.0, steps, ClientRound(5, 0, 0))
     sent = calibrate_locally(model, loaded.task, work).upload["change"]
 

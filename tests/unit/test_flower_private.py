@@ -48,7 +48,7 @@ def test_the_small_parts_exist(monkeypatch, tmp_path):
 
 
 def test_the_grid_assembles_replies_by_the_patched_function(monkeypatch):
-    """server/superlink.py checks sizes first."""
+    """server/superlink_calls.py checks sizes first."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
     from flwr.superlink.grid import http_grid
 
@@ -68,7 +68,7 @@ def test_the_grid_assembles_replies_by_the_patched_function(monkeypatch):
 
 
 def test_the_grid_repeats_calls_by_an_invoker():
-    """server/superlink.py lets it repeat more calls, until its own deadline."""
+    """server/superlink_calls.py lets it repeat more calls, until its own deadline."""
     from flwr.superlink.grid import HttpGrid
 
     grid = HttpGrid("http://127.0.0.1:9", token="a")

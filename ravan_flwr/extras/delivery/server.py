@@ -28,7 +28,7 @@ from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.runtime import in_process
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
+from ravan_flwr.server.superlink_calls import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import as_value_error, read_content
 from ravan_flwr.training.model_and_data import ModelAndData
 

@@ -50,7 +50,7 @@ def _check_schedule(client: ClientRequest, work: ClientWork, schedule: Schedule)
     method, config, node = client.loaded.model.method, client.config, client.node
     sent = work.broadcast
     check_cohort(config, len(schedule.partitions), node.num_partitions)
-    check_parts(list_parts(method, sent, config.learning_rate * work.settings.number), schedule)
+    check_parts(list_parts(method, sent, config.learning_rate * work.settings.num_steps), schedule)
     # A node with budget = auto reported a fraction that depends on the memory free at that time.
     fraction = (
         work.fraction if node.budget == AUTO else min(client.budget_fraction, config.max_share)

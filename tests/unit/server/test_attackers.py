@@ -21,7 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.messages.arrays import STYPE, array_bytes, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server.superlink import (
+from ravan_flwr.server.superlink_calls import (
     ALWAYS_ROOM,
     MAX_EXPANSION,
     check_objects,

@@ -45,7 +45,7 @@ def snapshot(model):
 
 
 def train(shared, fraction=1.0, round_number=1, client=0, steps=2, state=None, **changes):
-    settings = {"number": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
+    settings = {"num_steps": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
     work = ClientWork(
         shared.partition(client, 4).train,
         state or shared.model.initial_state(),

@@ -29,7 +29,7 @@ from tests.support.tiny import ARCHITECTURES, OF_DECODERS, save_data, save_model
 
 RUNS: dict[str, dict[str, Scalar]] = {**{name: {"method": name} for name in METHODS}, **FURTHER}
 STEPS: dict[str, Any] = {
-    "number": 4, "batch_size": 12, "learning_rate": 0.01, "precision": "float32",
+    "num_steps": 4, "batch_size": 12, "learning_rate": 0.01, "precision": "float32",
 }  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def test_a_step_that_reads_a_value_is_not_captured(loaded, monkeypatch):
 
 def test_one_graph_serves_clients_with_other_rates_and_batches(loaded):
     recorder = Recorder()
-    options = [{}, {"learning_rate": 0.003}, {"learning_rate": 0.001, "number": 7}]
+    options = [{}, {"learning_rate": 0.003}, {"learning_rate": 0.001, "num_steps": 7}]
     expected = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
     loaded.model.training_graphs = GraphCache(recorder)
     results = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
@@ -290,7 +290,7 @@ def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    expected = [upload(loaded, n, number=9, batch_size=8) for n in range(3)]
+    expected = [upload(loaded, n, num_steps=9, batch_size=8) for n in range(3)]
     for slower in (True, False):
         recorder = Recorder()
         recorder.compares = True
@@ -304,7 +304,7 @@ def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
                     return call(self, *given)
 
                 patch.setattr(kind, "__call__", timed)
-            results = [upload(loaded, n, number=9, batch_size=8) for n in range(3)]
+            results = [upload(loaded, n, num_steps=9, batch_size=8) for n in range(3)]
         for one, other in zip(results, expected, strict=True):
             assert torch.equal(one.upload["H"], other.upload["H"])
         (state,) = loaded.model.training_graphs.fixed_tensors.values()

@@ -24,7 +24,7 @@ from tests.short_runs import records_of, run, same_bits
 from tests.support.recorder import Recorder
 
 STEPS: dict[str, Any] = {
-    "number": 6, "batch_size": 16, "learning_rate": 0.003, "precision": "float32",
+    "num_steps": 6, "batch_size": 16, "learning_rate": 0.003, "precision": "float32",
 }  # fmt: skip
 METHODS = ["ravan", "fedit", "ffa-lora", "fed-sb", "hetlora", "rolora"]
 

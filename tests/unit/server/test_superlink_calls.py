@@ -14,7 +14,7 @@ from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server.superlink import find_failures, retry_failed_calls
+from ravan_flwr.server.superlink_calls import find_failures, retry_failed_calls
 from tests.hand_made import Nodes, fake_clock, run
 
 __all__ = ["fake_clock"]
