@@ -40,7 +40,7 @@ def learning_rate_in_round(config: Config, number: int) -> float:
 
 def make_training_settings(config: Config, number: int, examples: int) -> TrainingSettings:
     """Return the settings of a client with `examples` examples in round `number`."""
-    same = {field.name for field in fields(TrainingSettings)} - {"number", "learning_rate"}
+    same = {field.name for field in fields(TrainingSettings)} - {"num_steps", "learning_rate"}
     return TrainingSettings(
         config.count_steps(examples),
         learning_rate=learning_rate_in_round(config, number),
