@@ -1,5 +1,6 @@
 """Releases: how the updates of a round become the next state.
 
+The word is that of differential privacy: a release is what is made public of private updates.
 `Release` is the method's own: its sums, and the server's optimiser. Other releases override what
 differs (optional.py lists them).
 """
