@@ -36,15 +36,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_steps
+from benchmarks.gpu_models import PRESETS, failure, loaded_of, precision_of, settings_of
 from benchmarks.waiting import kernels, traced, waiting_share
 from ravan_flwr import simulate
 from ravan_flwr.adapters import stored
-from ravan_flwr.config.presets import read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, USABLE
 from ravan_flwr.methods.base import Tensors
@@ -60,50 +60,15 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import TrainingSettings
-from tests.support import tiny
-from tests.support.tiny import ARCHITECTURES, save_data, save_model
 
 Row = tuple[str, str]  # name, result
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- gpu-first: made by benchmarks/gpu.py -->", "<!-- end of gpu-first -->"
-PRESETS = ("digits-vit", "cifar100-vit-b16", "glue-llama")
-SMALL: dict[str, Scalar] = {"lora-rank": 4, "batch-size": 4}
 WORK = ClientRound(0, 1, 0)
 EXACT = "cpu:0"  # float64 is computed there
 
 
 # The measurements.
-
-
-def loaded_of(options: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
-    """Return a preset's model and data, with generated weights and examples."""
-    return ModelAndData(read_config(settings_of(options, preset, **settings)))
-
-
-def settings_of(options: argparse.Namespace, preset: str, **settings: Scalar) -> dict[str, Scalar]:
-    """Return the run config; model and examples are in the folder, once for all parts."""
-    device = "cpu" if options.device == "pretend" else options.device
-    found: dict[str, Scalar] = {"preset": preset, "device": device, "partition": "iid"}
-    found |= {"precision": precision_of(options)} | (SMALL if options.small else {})
-    if preset in ARCHITECTURES:
-        place = options.folder / f"{preset}{'-small' * options.small}"
-        if not place.exists():
-            task = "rte" if preset == "glue-llama" else ""
-            rows = (40, 40) if options.small else (640, 2048)
-            shape = {} if options.small else dict(read_preset(preset).model.shape)
-            shape.pop("model_type", None)
-            # Full texts are as long as the preset's `max-length`, or longer.
-            with mock.patch.object(tiny, "MOST_WORDS", tiny.MOST_WORDS if options.small else 200):
-                save_data(preset, place / "data", task, *rows)
-            save_model(ARCHITECTURES[preset], place / "model", **shape)
-        found |= {"model": str(place / "model"), "data": str(place / "data")}
-        found |= {"glue-task": "rte"} if preset == "glue-llama" else {}
-    return found | settings
-
-
-def precision_of(options: argparse.Namespace) -> str:
-    """Return the precision to measure; the tests' accelerator has no autocast."""
-    return "float32" if options.device == "pretend" else "bfloat16"
 
 
 def started(loaded: ModelAndData) -> Tensors:
@@ -319,8 +284,6 @@ def timed_steps(loaded: ModelAndData, options: argparse.Namespace) -> str:
 
 def captured(options: argparse.Namespace) -> Iterator[Row]:
     """Time captured steps, and several clients in one pass (gpu_steps.py)."""
-    from benchmarks import gpu_steps  # noqa: PLC0415 (it uses this module)
-
     yield from gpu_steps.times(options)
 
 
@@ -361,11 +324,6 @@ def fitting(room: float, need: Footprint) -> str:
         number = int((room - need.server) // (need.client + need.graph))
         return str(min(MAX_CLIENTS_PER_GPU, max(1, number)))
     return "in process" if room >= max(need.client, need.server) else "no"
-
-
-def failure(error: Exception) -> str:
-    """Return one line with the reason why a measurement failed."""
-    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 # Each part in a process of its own.

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu import failure, loaded_of, precision_of
+from benchmarks.gpu_models import failure, loaded_of, precision_of
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors, split_classifier
