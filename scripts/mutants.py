@@ -57,8 +57,8 @@ TESTS = {
     "properties/test_examples_apart.py unit/extras/example_privacy/test_steps.py",
     "extras/secure/shamir": "unit/extras/secure/test_primitives.py "
     "unit/extras/secure/test_rounds.py",
-    "runs/checkpoint": "unit/runs/test_directory.py unit/test_hostile_files.py "
-    "runs/test_going_back.py",
+    "runs/checkpoint": "unit/runs/test_checkpoint.py unit/runs/test_directory.py "
+    "unit/test_hostile_files.py runs/test_going_back.py",
     "config/checks": "unit/config",
     FLAGS: "unit/methods/test_flags.py unit/config/test_without_effect.py "
     "unit/config/test_private.py unit/config/test_run_config.py",
