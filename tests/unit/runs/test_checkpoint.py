@@ -49,9 +49,7 @@ def test_personal_parameters_come_back_by_partition(folder):
 def test_personal_parameters_of_no_partition_are_refused(folder):
     save_checkpoint(folder, 3, {"twelve/gate": torch.zeros(2)})
     (folder / "round-000003.safetensors").rename(folder / "clients-000003.safetensors")
-    with pytest.raises(
-        ValueError, match=r"clients-000003.* damaged \('twelve/gate' has no"
-    ):
+    with pytest.raises(ValueError, match=r"clients-000003.* damaged \('twelve/gate' has no"):
         load_personal_states(folder, 3)
 
 
