@@ -265,20 +265,19 @@ def main() -> None:
             )
             if options.again:
                 mutants = [mutant for mutant in mutants if mutant.change in again]
-            results = list(pool.map(lambda m, s=seconds: attempt(m, 60 + 5 * s), mutants))
-            for mutant, result in zip(mutants, results, strict=True):
+            results = []
+            trying = pool.map(lambda m, s=seconds: attempt(m, 60 + 5 * s), mutants)
+            for mutant, result in zip(mutants, trying, strict=True):
+                results.append(result)
                 if not result:
-                    sys.stdout.write(f"survived  {mutant.change}\n")
+                    print(f"survived  {mutant.change}", flush=True)
                 if options.output:
                     with options.output.open("a") as file:
                         file.write(json.dumps({"change": mutant.change, "killed": result}) + "\n")
             killed += sum(results)
             survived += len(results) - sum(results)
-            line = (
-                f"{module}: killed {sum(results)} of {len(results)}, its tests take {seconds:.0f} s"
-            )
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            found = f"killed {sum(results)} of {len(results)}"
+            print(f"{module}: {found}, its tests take {seconds:.0f} s", flush=True)
     sys.stdout.write(f"killed {killed} of {killed + survived}\n")
     sys.exit(bool(survived))
 
