@@ -217,6 +217,12 @@ class Copy:
         os.utime(path, (moment, moment))
 
 
+def say(line: str) -> None:
+    """Print a line at once: a module takes minutes."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Try mutants; exit with 1 if one survives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -270,15 +276,15 @@ def main() -> None:
             for mutant, result in zip(mutants, trying, strict=True):
                 results.append(result)
                 if not result:
-                    print(f"survived  {mutant.change}", flush=True)
+                    say(f"survived  {mutant.change}")
                 if options.output:
                     with options.output.open("a") as file:
                         file.write(json.dumps({"change": mutant.change, "killed": result}) + "\n")
             killed += sum(results)
             survived += len(results) - sum(results)
             found = f"killed {sum(results)} of {len(results)}"
-            print(f"{module}: {found}, its tests take {seconds:.0f} s", flush=True)
-    sys.stdout.write(f"killed {killed} of {killed + survived}\n")
+            say(f"{module}: {found}, its tests take {seconds:.0f} s")
+    say(f"killed {killed} of {killed + survived}")
     sys.exit(bool(survived))
 
 
