@@ -183,6 +183,27 @@ def test_when_every_reply_is_bad_the_run_stops():
         run(Broken([1.0, 1.5, 2.0]), 3, timeout=100.0, **ASYNC)
 
 
+# Five of eight clients send what is of no use, or nothing.
+@pytest.mark.parametrize("aggregation", ["sync", "async"])
+@pytest.mark.parametrize("seconds", [1.0, 1e6])
+def test_clients_that_fail_do_not_end_a_run_while_others_can_be_asked(seconds, aggregation):
+    class Broken(Timed):
+        def reply(self, message, upload, number):
+            reply = super().reply(message, upload, number)
+            if self.registered[message.metadata.dst_node_id].partition_id < 5:
+                del reply.content["arrays"]
+            return reply
+
+    nodes = Broken([seconds] * 5 + [20.0] * 3)
+    settings = ASYNC | {"aggregation": aggregation, "buffer_size": 1 + (aggregation == "async")}
+    notes, _, _ = run(nodes, 4, timeout=100.0, min_replies=2, **settings)
+    for record in notes.records:
+        used = {client["partition-id"] for client in record["clients"]}
+        assert len(used) >= 2
+        assert used <= {5, 6, 7}
+    assert rejections(notes)
+
+
 ASYNCHRONOUS = [name for name, method in METHODS.items() if method.asynchronous]
 
 
@@ -217,6 +238,14 @@ def test_a_reply_after_its_timeout_is_still_expected_over_a_network():
         reason for _, reason in strategy.federation.registry.nodes[client.node_id].late.values()
     ]
     assert reasons[0] == "late: an update of version 1, after 0.2 s"
+
+
+def test_replies_that_arrive_during_a_long_evaluation_are_used():
+    """The server evaluates for 10 s, and clients that answered at once have 5 s."""
+    settings = ASYNC | {"evaluate_fn": lambda *_: time.sleep(10.0)}
+    notes, strategy, _ = run(Remote(3), 6, timeout=5.0, **settings)
+    assert not rejections(notes)
+    assert not any(node.missed_replies for node in strategy.federation.registry.nodes.values())
 
 
 def test_a_late_reply_is_recorded_although_clients_do_not_evaluate(monkeypatch):
