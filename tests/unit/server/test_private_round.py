@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from flwr.app import Error, Message
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
@@ -152,6 +154,34 @@ def test_a_non_finite_change_affects_no_state(value):
 
 
 @pytest.mark.usefixtures("everyone")
+class Replaced(Nodes):
+    """Nodes that reconnect with another version of the app after the first round."""
+
+    since = "then"
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=n, last_activated_at=self.since) for n in self.get_node_ids()]
+
+    def replace_all(self, *_):
+        self.since = "later"
+        for node_id, client in self.registered.items():
+            self.registered[node_id] = replace(client, code="of another version")
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, "auto"])
+def test_a_run_whose_nodes_are_all_refused_spends_nothing_more(clip_norm):
+    nodes, notes, files = Replaced(), Notes(), []
+    config = read_config(settings_from({
+        "privacy": "client", "noise_multiplier": 1.0, "clip_norm": clip_norm,
+        "clients_per_round": 2, "num_rounds": 3, "round_timeout": 5.0,
+    }))  # fmt: skip
+    budget = ClientBudget(config, files.append)
+    strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
+    with pytest.raises(RuntimeError, match="all 4 were refused: its ravan_flwr has fingerprint"):
+        strategy.start(nodes, initial(nodes), num_rounds=3, evaluate_fn=nodes.replace_all)
+    assert len(files) == len(notes.records) == 1
+
+
 def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
     limit = find_epsilon(1.0, 0.5, 1e-5, 3) + 1e-6
     notes, budget, _, result = run_rounds(Nodes(), rounds=9, epsilon=limit)
