@@ -134,7 +134,7 @@ class PrivacyBudget(ABC):
 
     @abstractmethod
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        """Fix a new run's noise multiplier; log what the run will spend."""
+        """Fix a new run's noise multiplier; log what the run will spend in `rounds` more rounds."""
 
     @property
     @abstractmethod
@@ -234,12 +234,11 @@ class ClientBudget(PrivacyBudget):
         self.calibrate(self.rate, rounds)
         if self.ends_after(0) and not self.releases:
             raise self.epsilon_too_small(self._epsilon(1))
-        to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
             "%.4g; epsilon %.3f so far, %.3f after %d more rounds, delta %g",
             *(self.multiplier, clients, self.rate, self.epsilon),
-            *(self._epsilon(self.releases + to_come), to_come, self.delta),
+            *(self._epsilon(self.releases + rounds), rounds, self.delta),
         )
         self.warn_of_delta(clients, f"{clients} clients: one of them")
         if self.config.noise_cohort is not None:

@@ -78,9 +78,9 @@ class ExampleBudget(PrivacyBudget):
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
-            "client that trains in every round of %d, delta %g",
+            "client that trains in each of %d more rounds, delta %g",
             *(self.multiplier, self.config.clip_norm, self.steps, min_examples, rate, self.epsilon),
-            *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
+            *(self._epsilon(TimesAsked(rate, self.rounds + rounds)), rounds, self.delta),
         )
         max_examples = max(client.examples for client in clients)
         self.warn_of_delta(max_examples, f"clients of {max_examples} examples: one of these")

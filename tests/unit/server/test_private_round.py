@@ -20,6 +20,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import (
     ROUND,
     Nodes,
@@ -27,6 +28,7 @@ from tests.hand_made import (
     Unresponsive,
     fake_clock,
     initial,
+    loaded_of,
     settings_from,
     strategy_of,
 )
@@ -234,6 +236,20 @@ def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
         accounts.append((budget.epsilon, budget.as_record(), files))
     assert accounts[0] == accounts[1]
     assert accounts[0][0] == find_epsilon(1.0, 0.5, 1e-5, 3)
+
+
+def test_the_log_has_the_epsilon_of_the_rounds_to_come_after_going_back(caplog):
+    """Nine rounds were released, then the run went back to round 5: of 10, five are to come."""
+    caplog.set_level("INFO")
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0, "clip-norm": 0.5})
+    before = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "releases": 9}
+    budget, nodes = ClientBudget(config, lambda _: None, before), Nodes()
+    start = ResumePoint(nodes.method.initial_state(nodes.adapters), last_round=5)
+    strategy = FederatedTuning(config, loaded_of(nodes.method), start, privacy=budget)
+    strategy.start(nodes, initial(nodes), num_rounds=10, evaluate_fn=lambda *_: None)
+    assert budget.releases == 9 + 5
+    after = find_epsilon(1.0, 0.5, 1e-5, 9 + 5)
+    assert f"{after:.3f} after 5 more rounds" in caplog.text
 
 
 ACCOUNT = {
