@@ -1,6 +1,7 @@
 """Decide what a run begins with: a new state, or a checked checkpoint of an earlier run."""
 
 import dataclasses
+from collections.abc import Iterable
 from logging import getLogger
 from pathlib import Path
 
@@ -123,4 +124,12 @@ def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoi
     over = start.last_round is not None and config.num_rounds <= start.last_round
     if not (config.deliver and over and (directory.path / "summary.json").is_file()):
         return False
-    return directory.read_summary()["rounds"] == start.last_round
+    summary = directory.read_summary()
+    # After the run has gone back, its old summary may be of as many rounds: of other ones.
+    measured = summary["rounds"], summary["seconds"]
+    return measured == (start.last_round, total_seconds(start.records))
+
+
+def total_seconds(records: Iterable[RoundRecord]) -> float:
+    """Return the seconds that rounds took together."""
+    return round(sum(record["seconds"] for record in records), 3)
