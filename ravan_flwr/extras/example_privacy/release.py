@@ -193,9 +193,8 @@ class Counted(Release):
 
     @property
     def limits(self) -> Limits:
-        limits = replace(super().limits, asks_more=False)  # the account counts only those drawn
         none_left = 0 < self._refused == len(self._earlier)
-        return replace(limits, min_replies=0) if none_left else limits
+        return replace(super().limits, min_replies=0) if none_left else super().limits
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
@@ -205,14 +204,14 @@ class Counted(Release):
         """Sample clients within epsilon; count the round before messages are sent."""
 
         def with_room(clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
-            able = self.account.with_room(clients)
+            able = self.account.with_room(not_asked := self.not_asked(clients))
             partitions = {client.partition_id for client in able}
-            everyone = (client.partition_id for client in clients)
+            everyone = (client.partition_id for client in not_asked)
             self.round.log.out_of_budget = [one for one in everyone if one not in partitions]
             return able
 
         chosen = self.federation.sampler.sample(self.round.grid, self.round.log, with_room)
-        self._earlier = self.account.spend(chosen)
+        self._earlier |= self.account.spend(chosen)
         return chosen
 
     def address(self, message: Message, client: RegisteredClient) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.example_privacy import release as example_privacy
@@ -219,6 +219,30 @@ def test_a_round_of_refusals_alone_changes_nothing_and_ends_the_run():
     assert len(notes.records[1]["rejected"]) == 4
     assert torch.equal(notes.states[0]["H"], notes.states[1]["H"])
     assert torch.equal(result["H"], notes.states[0]["H"])
+
+
+def test_clients_that_fail_do_not_end_a_run_while_others_have_budget():
+    """Each client that is asked in their place is counted, before it is asked."""
+
+    def fail(partition, message):
+        if message.metadata.message_type == "train" and partition < 2:
+            return Message(Error(2, "no memory"), reply_to=message)
+        return None
+
+    nodes = Devices(behave=fail, examples=[30] * 4)
+    limit = (epsilon(30, 6) + epsilon(30, 7)) / 2  # both are within budget in six rounds
+    settings = {"epsilon": limit, "clients_per_round": 2, "min_replies": 2}
+    notes, _, files, _ = run_rounds(nodes, rounds=6, **settings)
+    for record in notes.records:
+        assert [client["partition-id"] for client in record["clients"]] == [2, 3]
+        assert "out-of-budget" not in record
+    failed, unused = (
+        sum(len(record[key]) for record in notes.records) for key in ("rejected", "unused")
+    )
+    counted = {int(p): rounds for p, (_, rounds) in files[-1][1]["asked"].items()}
+    assert counted[2] == counted[3] == 6
+    assert sum(counted.values()) == 6 * 2 + failed + unused
+    assert failed > 0
 
 
 def test_a_refusal_of_another_round_is_a_bad_reply():
