@@ -55,7 +55,7 @@ class Buffered(Transport):
         self._memory = memory  # of a simulated run that is resumed
         # Of the round:
         self._pool: list[RegisteredClient] = []
-        self._recipients: set[int] = set()  # nodes that were sent this version
+        self._recipients: set[int] = set()  # nodes that are not sent this version (again)
         self._draws = 0
 
     # A round.
@@ -164,6 +164,7 @@ class Buffered(Transport):
         """Stop waiting for the replies to these messages."""
         for key in overdue:
             sent, timeout = self.sent.pop(key), self.config.round_timeout
+            self._recipients.add(sent.client.node_id)  # it is not asked again in this round
             round_.log.count_bytes(0, sent.size)
             round_.reject(sent.client, f"no reply within {timeout:g} s")
             node = self.federation.registry.nodes[sent.client.node_id]

@@ -172,6 +172,26 @@ def test_an_unresponsive_client_occupies_its_place_until_the_timeout():
     assert len(notes.records) == 12
 
 
+def test_an_unresponsive_client_is_asked_less_often():
+    """After k timeouts in a row it is skipped for 2^(k-1) - 1 versions."""
+    asked = []
+
+    class Noting(Timed):
+        def _begin(self, message_id, message):
+            super()._begin(message_id, message)
+            partition = self.registered[message.metadata.dst_node_id].partition_id
+            if message.metadata.message_type == "train" and partition == 3:
+                asked.append(int(message.metadata.group_id))
+
+    settings = ASYNC | {"concurrency": 4, "clients_per_round": 4, "max_update_norm": 1e30}
+    notes, _, _ = run(Noting([1.0, 1.5, 2.0, 1e6]), 60, timeout=5.0, **settings)
+    given_up = [r["round"] for r in notes.records for _ in r["rejected"]]
+    assert len(given_up) >= 4
+    assert asked[0] == 1
+    for k, (last, again) in enumerate(zip(given_up, asked[1:], strict=False)):
+        assert again >= last + 2**k
+
+
 def test_when_every_reply_is_bad_the_run_stops():
     class Broken(Timed):
         def reply(self, *given):
