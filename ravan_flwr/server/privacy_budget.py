@@ -133,8 +133,13 @@ class PrivacyBudget(ABC):
                 yield f"epsilon = {spent!r}, and round {record['round']} has more"
 
     @abstractmethod
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        """Fix a new run's noise multiplier; log what the run will spend in `rounds` more rounds."""
+    def begin(
+        self, registry: ClientRegistry, can_train: Callable[[float], bool], rounds: int
+    ) -> None:
+        """Fix a new run's noise multiplier; log what the run will spend in `rounds` more rounds.
+
+        `can_train` returns whether clients with a budget fraction can train.
+        """
 
     @property
     @abstractmethod
@@ -228,7 +233,12 @@ class ClientBudget(PrivacyBudget):
     def memory(self) -> Tensors:
         return {CLIP_NORM: torch.tensor([self.norm], dtype=torch.float64)}
 
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
+    def begin(
+        self,
+        registry: ClientRegistry,
+        can_train: Callable[[float], bool],  # noqa: ARG002 (clients that cannot count as well)
+        rounds: int,
+    ) -> None:
         clients = max(registry.partitions, len(registry.clients))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)

@@ -8,11 +8,12 @@ if too few clients remain, and informs a restarted client of its count. Updates 
 so everything else is as in a plain round.
 
 All clients use the same noise. Without `noise-multiplier` it is the least noise that keeps the
-client with the fewest examples within epsilon, if that client trains in every round.
+client with the fewest examples within epsilon, if that client trains in every round. Clients whose
+budget fraction does not allow the method are never asked, and do not count.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from typing import Any, Literal, NamedTuple, cast
@@ -66,11 +67,15 @@ class ExampleBudget(PrivacyBudget):
         entries = before.get("asked", {})
         self.counts = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in entries.items()}
         self._closed: set[int] = set()  # partitions that refused to train further
-        self._registry: ClientRegistry | None = None
+        self._eligible: Callable[[], list[RegisteredClient]] = list  # clients that can train
 
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        self._registry = registry
-        clients = list(registry.clients.values())
+    def begin(
+        self, registry: ClientRegistry, can_train: Callable[[float], bool], rounds: int
+    ) -> None:
+        self._eligible = lambda: [
+            client for client in registry.clients.values() if can_train(client.budget_fraction)
+        ]
+        clients = self._eligible() or list(registry.clients.values())
         min_examples, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.ends_after(0) and not self.counts:
@@ -149,7 +154,7 @@ class ExampleBudget(PrivacyBudget):
 
         Return False for `rounds` > 0 unless every round asks all clients: the draw is not known.
         """
-        clients = list(self._registry.clients.values()) if self._registry else []
+        clients = self._eligible()
         if not clients or (rounds and self.config.clients_per_round < len(clients)):
             return False
         return len(self.with_room(clients, rounds + 1)) < self.config.min_replies

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.example_privacy import release as example_privacy
 from ravan_flwr.extras.example_privacy.release import ExampleBudget
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.privacy.account import find_epsilon
+from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
@@ -179,6 +180,22 @@ def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
     assert budget.ends_after(0)
     assert budget.epsilon <= limit
     assert torch.equal(result["H"], notes.states[-1]["H"])
+
+
+@pytest.mark.parametrize("examples", [6, 60])
+def test_a_client_that_cannot_train_neither_prolongs_the_run_nor_sets_its_noise(examples):
+    """The budget of partition 0 does not allow the whole of FedIT, so that it is never asked."""
+    nodes = Devices(method="fedit", examples=(examples, 20, 20, 20))
+    for node_id, node in nodes.registered.items():
+        if node.partition_id == 0:
+            nodes.registered[node_id] = replace(node, budget_fraction=0.5)
+    settings = {"method": "fedit", "epsilon": (epsilon(20, 2) + epsilon(20, 3)) / 2}
+    notes, *_ = run_rounds(nodes, rounds=9, **settings)
+    assert [len(record["clients"]) for record in notes.records] == [3, 3]
+    _, budget, *_ = run_rounds(nodes, rounds=2, noise_multiplier="auto", **settings)
+    assert budget.multiplier == pytest.approx(
+        multiplier_for(settings["epsilon"], 5 / 20, 1e-5, 2 * STEPS)
+    )
 
 
 def test_a_run_needs_min_replies_clients_within_the_privacy_budget(monkeypatch):
