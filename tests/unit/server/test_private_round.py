@@ -172,7 +172,7 @@ class Replaced(Nodes):
 
 @pytest.mark.parametrize("clip_norm", [0.5, "auto"])
 def test_a_run_whose_nodes_are_all_refused_spends_nothing_more(clip_norm):
-    nodes, notes, files = Replaced(), Notes(), []
+    nodes, notes, files = Replaced(), Notes(), list[dict[str, Any]]()
     config = read_config(settings_from({
         "privacy": "client", "noise_multiplier": 1.0, "clip_norm": clip_norm,
         "clients_per_round": 2, "num_rounds": 3, "round_timeout": 5.0,
