@@ -150,14 +150,15 @@ class ExampleBudget(PrivacyBudget):
         return {"unit": "example", **super().as_record()}
 
     def ends_after(self, rounds: int) -> bool:
-        """Return whether too few clients stay within epsilon after `rounds` further rounds.
+        """Return whether too few clients may stay within epsilon after `rounds` further rounds.
 
-        Return False for `rounds` > 0 unless every round asks all clients: the draw is not known.
+        The draw is not known: each round may draw clients that then have no room left.
         """
-        clients = self._eligible()
-        if not clients or (rounds and self.config.clients_per_round < len(clients)):
+        if not (clients := self._eligible()):
             return False
-        return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
+        now, later = (len(self.with_room(clients, number)) for number in (1, rounds + 1))
+        drawn = rounds * self.config.num_asked(len(clients))
+        return max(later, now - drawn) < self.config.min_replies
 
     def _after(self, client: RegisteredClient, further: int) -> TimesAsked:
         before = self.counts.get(client.partition_id, NEVER)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.example_privacy import release as example_privacy
@@ -76,7 +76,9 @@ def refuse_training(partitions, from_round=1):
     return behave
 
 
-def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
+def run_rounds(
+    nodes, rounds=2, before=None, write=None, evaluate_fn=lambda *_: None, **settings
+):
     defaults: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
@@ -91,7 +93,7 @@ def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     result = strategy.start(
-        nodes, initial(nodes), num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None
+        nodes, initial(nodes), num_rounds=rounds, timeout=5, evaluate_fn=evaluate_fn
     )
     return notes, budget, files, from_record(result.arrays)
 
@@ -215,6 +217,19 @@ def test_a_run_needs_min_replies_clients_within_the_privacy_budget(monkeypatch):
     assert values == [False, True]
     with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* room for one"):
         run_rounds(Devices(), epsilon=0.01, min_replies=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_round_is_evaluated_where_clients_are_sampled(seed):
+    """Which clients the last rounds draw is not known: each that may be the last is evaluated."""
+    notes, *_ = run_rounds(
+        Devices(examples=[20] * 4), rounds=99, clients_per_round=2, min_replies=2, seed=seed,
+        epsilon=(epsilon(20, 3) + epsilon(20, 4)) / 2, eval_every=100,
+        evaluate_fn=lambda *_: MetricRecord({"accuracy": 0.5}),
+    )  # fmt: skip
+    assert 4 < len(notes.records) <= 6
+    assert notes.records[-1]["metrics"] == {"accuracy": 0.5}
+    assert not any(record["metrics"] for record in notes.records[:3])
 
 
 def test_a_refusal_is_recorded_and_its_client_is_not_sampled_again():
