@@ -76,9 +76,7 @@ def refuse_training(partitions, from_round=1):
     return behave
 
 
-def run_rounds(
-    nodes, rounds=2, before=None, write=None, evaluate_fn=lambda *_: None, **settings
-):
+def run_rounds(nodes, rounds=2, before=None, write=None, evaluate_fn=lambda *_: None, **settings):
     defaults: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
