@@ -67,6 +67,7 @@ class ExampleBudget(PrivacyBudget):
         entries = before.get("asked", {})
         self.counts = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in entries.items()}
         self._closed: set[int] = set()  # partitions that refused to train further
+        self.ended = False  # too few of the connected clients had room when a round began
         self._eligible: Callable[[], list[RegisteredClient]] = list  # clients that can train
 
     def begin(
@@ -154,8 +155,8 @@ class ExampleBudget(PrivacyBudget):
 
         The draw is not known: each round may draw clients that then have no room left.
         """
-        if not (clients := self._eligible()):
-            return False
+        if self.ended or not (clients := self._eligible()):
+            return self.ended
         now, later = (len(self.with_room(clients, number)) for number in (1, rounds + 1))
         drawn = rounds * self.config.num_asked(len(clients))
         return max(later, now - drawn) < self.config.min_replies
@@ -199,7 +200,7 @@ class Counted(Release):
 
     @property
     def limits(self) -> Limits:
-        none_left = 0 < self._refused == len(self._earlier)
+        none_left = self.account.ended or 0 < self._refused == len(self._earlier)
         return replace(super().limits, min_replies=0) if none_left else super().limits
 
     @staticmethod
@@ -214,6 +215,10 @@ class Counted(Release):
             partitions = {client.partition_id for client in able}
             everyone = (client.partition_id for client in not_asked)
             self.round.log.out_of_budget = [one for one in everyone if one not in partitions]
+            if not self._earlier and len(able) < self.config.min_replies <= len(clients):
+                # Clients with room may be disconnected: the run ends with its result all the same.
+                self.account.ended = True
+                return []
             return able
 
         chosen = self.federation.sampler.sample(self.round.grid, self.round.log, with_room)

@@ -275,6 +275,27 @@ def test_clients_that_fail_do_not_end_a_run_while_others_have_budget():
     assert failed > 0
 
 
+@pytest.mark.parametrize("min_replies", [1, 2])
+def test_a_run_ends_where_only_disconnected_clients_have_budget(min_replies):
+    nodes = Devices(examples=[20] * 4)
+
+    def leave(number, _):
+        for node_id, node in [*nodes.registered.items()]:
+            if node.partition_id >= 4 - min_replies:
+                del nodes.registered[node_id]
+        return MetricRecord({"accuracy": 0.5})
+
+    limit = (epsilon(20, 3) + epsilon(20, 4)) / 2
+    notes, *_ = run_rounds(
+        nodes, rounds=9, min_replies=min_replies, epsilon=limit, evaluate_fn=leave
+    )
+    trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
+    here = [*range(4 - min_replies)]
+    assert trained == [[0, 1, 2, 3], here, here, []]
+    assert notes.records[-1]["out-of-budget"] == here
+    assert torch.equal(notes.states[-1]["H"], notes.states[-2]["H"])
+
+
 def test_a_refusal_of_another_round_is_a_bad_reply():
     def behave(_, message):
         if message.metadata.message_type != "train":
