@@ -55,7 +55,7 @@ class Buffered(Transport):
         self._memory = memory  # of a simulated run that is resumed
         # Of the round:
         self._pool: list[RegisteredClient] = []
-        self._recipients: set[int] = set()  # nodes that were sent this version
+        self._recipients: set[int] = set()  # nodes that are not sent this version (again)
         self._draws = 0
 
     # A round.
@@ -64,7 +64,6 @@ class Buffered(Transport):
         """Draw as many free clients as are missing until `concurrency` clients train."""
         round_.outstanding = self.sent  # one dict: messages of all rounds under way
         self._restore(round_, release)
-        self._give_up(round_)
         self._keep_versions(round_.number)
         round_.versions = self.versions
         sampler = self.federation.sampler
@@ -82,23 +81,32 @@ class Buffered(Transport):
     ) -> Iterator[Message]:
         """Send the messages; yield replies to these and earlier ones until the buffer is full.
 
-        Stop also after `concurrency` rejected replies.
+        With `min_replies` valid replies, stop also after `concurrency` rejected ones, or at the
+        timeout. With fewer, ask further clients, until each was asked once.
         """
         round_.send(messages)
-        round_.deadline = deadline = RoundDeadline(
-            self.config.round_timeout, len(self.sent), enough=self.buffer,
-            clock=self.federation.clock,
-        )  # fmt: skip
+        round_.deadline = deadline = self._make_deadline(round_)
         rejected, late = len(round_.log.rejected), round_.late_replies()
         while self.sent and not deadline.satisfied:
-            if len(round_.log.rejected) - rejected >= self.concurrency:
+            may_close = len(round_.log.clients) >= release.limits.min_replies
+            if may_close and len(round_.log.rejected) - rejected >= self.concurrency:
                 break
-            waiting = list(self.sent)
-            replies = pull_replies(round_.grid, self._inbox, waiting, deadline, late.keys())
+            # Replies also arrive while the server evaluates: look once before giving one up.
+            overdue = self._overdue()
+            until = RoundDeadline(0.0, 0, clock=self.federation.clock) if overdue else deadline
+            waiting = overdue or list(self.sent)
+            replies = pull_replies(round_.grid, self._inbox, waiting, until, late.keys())
             reply = next(replies, None)
             if reply is None:
-                self._give_up(round_)
-                break
+                self._give_up(round_, overdue or self._overdue())
+                if deadline.left <= 0:
+                    if may_close:
+                        break
+                    round_.deadline = deadline = self._make_deadline(round_)
+                while replacement := self._draw_replacement(round_.number):
+                    round_.send(release.write(replacement))
+                late = round_.late_replies()
+                continue
             answered = reply.metadata.reply_to_message_id
             if answered in late:
                 before = len(round_.log.rejected)
@@ -112,6 +120,13 @@ class Buffered(Transport):
                 # A client that has replied, validly or not, is replaced at once.
                 round_.send(release.write(self._draw_replacement(round_.number)))
         self._keep_versions(round_.number)
+
+    def _make_deadline(self, round_: Round) -> RoundDeadline:
+        """Return the end of a wait that begins now."""
+        return RoundDeadline(
+            self.config.round_timeout, len(self.sent),
+            enough=self.buffer - len(round_.log.clients), clock=self.federation.clock,
+        )  # fmt: skip
 
     def _draw_replacement(self, number: int) -> list[RegisteredClient]:
         """Draw a free client that has not trained this version; return [] if there is none."""
@@ -140,21 +155,25 @@ class Buffered(Transport):
         self._recipients.add(drawn.node_id)
         return [drawn]
 
-    def _give_up(self, round_: Round) -> None:
-        """Stop waiting for replies that have not arrived within the timeout."""
+    def _overdue(self) -> list[str]:
+        """Return the ids of messages that were sent longer ago than the timeout."""
         timeout, now = self.config.round_timeout, self.federation.clock.now
-        for key, sent in list(self.sent.items()):
-            if now - sent.time >= timeout:
-                del self.sent[key]
-                round_.log.count_bytes(0, sent.size)
-                round_.reject(sent.client, f"no reply within {timeout:g} s")
-                node = self.federation.registry.nodes[sent.client.node_id]
-                node.note_missed_reply(MessageType.TRAIN, round_.number)
-                if in_process(round_.grid):
-                    drop_message(round_.grid, key)
-                else:
-                    reason = f"late: an update of version {sent.number}, after {timeout:g} s"
-                    node.expect_late(key, sent.client, reason)
+        return [key for key, sent in self.sent.items() if now - sent.time >= timeout]
+
+    def _give_up(self, round_: Round, overdue: list[str]) -> None:
+        """Stop waiting for the replies to these messages."""
+        for key in overdue:
+            sent, timeout = self.sent.pop(key), self.config.round_timeout
+            self._recipients.add(sent.client.node_id)  # it is not asked again in this round
+            round_.log.count_bytes(0, sent.size)
+            round_.reject(sent.client, f"no reply within {timeout:g} s")
+            node = self.federation.registry.nodes[sent.client.node_id]
+            node.note_missed_reply(MessageType.TRAIN, round_.number)
+            if in_process(round_.grid):
+                drop_message(round_.grid, key)
+            else:
+                reason = f"late: an update of version {sent.number}, after {timeout:g} s"
+                node.expect_late(key, sent.client, reason)
 
     # Between rounds.
 

@@ -247,14 +247,18 @@ class ClientRegistry:
         With `wait`, wait for nodes and answers, and raise ValueError if partitions are wrong.
         """
         self.gather(grid, wait=wait)
+        self.require_clients()
+        if wait:
+            self._log_clients()
+            self._partitions.check(self.clients.values(), self.min_clients)
+
+    def require_clients(self) -> None:
+        """Raise RuntimeError if there is no client, with the reasons of refused nodes."""
         if not self.clients:
             why = "none is connected. Expected at least one that can train; start SuperNodes"
             if number := len(self.refused):
                 why = f"all {number} were refused: {listed(self.refused.values())}"
             raise RuntimeError(f"no node to train on: {why}")
-        if wait:
-            self._log_clients()
-            self._partitions.check(self.clients.values(), self.min_clients)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Query new nodes and take answers, as `recruit` does, but allow that no client exists."""

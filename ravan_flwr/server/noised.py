@@ -70,6 +70,7 @@ class Noised(Release):
         Which clients are connected is determined before the draw.
         """
         log, registry, grid = self.round.log, self.federation.registry, self.round.grid
+        registry.require_clients()  # before anything is spent: no node of the run may be left
         self.federation.sampler.eligible(grid, log)  # logs the clients that are not eligible
         present = {client.node_id for client in registry.present(grid)}
         skipped = {

@@ -133,8 +133,13 @@ class PrivacyBudget(ABC):
                 yield f"epsilon = {spent!r}, and round {record['round']} has more"
 
     @abstractmethod
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        """Fix a new run's noise multiplier; log what the run will spend."""
+    def begin(
+        self, registry: ClientRegistry, can_train: Callable[[float], bool], rounds: int
+    ) -> None:
+        """Fix a new run's noise multiplier; log what the run will spend in `rounds` more rounds.
+
+        `can_train` returns whether clients with a budget fraction can train.
+        """
 
     @property
     @abstractmethod
@@ -228,18 +233,22 @@ class ClientBudget(PrivacyBudget):
     def memory(self) -> Tensors:
         return {CLIP_NORM: torch.tensor([self.norm], dtype=torch.float64)}
 
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
+    def begin(
+        self,
+        registry: ClientRegistry,
+        can_train: Callable[[float], bool],  # noqa: ARG002 (clients that cannot count as well)
+        rounds: int,
+    ) -> None:
         clients = max(registry.partitions, len(registry.clients))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
         if self.ends_after(0) and not self.releases:
             raise self.epsilon_too_small(self._epsilon(1))
-        to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
             "%.4g; epsilon %.3f so far, %.3f after %d more rounds, delta %g",
             *(self.multiplier, clients, self.rate, self.epsilon),
-            *(self._epsilon(self.releases + to_come), to_come, self.delta),
+            *(self._epsilon(self.releases + rounds), rounds, self.delta),
         )
         self.warn_of_delta(clients, f"{clients} clients: one of them")
         if self.config.noise_cohort is not None:

@@ -6,7 +6,7 @@ differs (optional.py lists them).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
@@ -86,8 +86,12 @@ class Release:
     # Before training.
 
     def draw(self) -> list[RegisteredClient]:
-        """Choose the clients that train."""
-        return self.federation.sampler.sample(self.round.grid, self.round.log)
+        """Choose the clients that train, among those that this round has not asked."""
+        return self.federation.sampler.sample(self.round.grid, self.round.log, self.not_asked)
+
+    def not_asked(self, clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
+        """Return those of these clients that were sent no message in this round."""
+        return [client for client in clients if client.node_id not in self.round.recipients]
 
     def write(self, clients: Iterable[RegisteredClient]) -> list[Message]:
         """Return a message with the broadcast for each of these clients."""
@@ -240,12 +244,12 @@ class Calibrated(Release):
         limits = self.round.limits if self.calibration.all_clients else super().limits
         # A robust statistic of fewer replies would leave the fixed tensors at zero.
         needed = max(limits.min_replies, ROBUST.get(self.config.robust, 0))
-        return replace(limits, min_replies=needed, quorum=needed, asks_more=False)
+        return replace(limits, min_replies=needed, quorum=needed)
 
     def draw(self) -> list[RegisteredClient]:
         if not self.calibration.all_clients:
             return super().draw()
-        return self.federation.sampler.eligible(self.round.grid, self.round.log)
+        return self.not_asked(self.federation.sampler.eligible(self.round.grid, self.round.log))
 
     def broadcast(self, fraction: float) -> Tensors:  # noqa: ARG002
         return self.state

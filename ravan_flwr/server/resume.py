@@ -1,6 +1,7 @@
 """Decide what a run begins with: a new state, or a checked checkpoint of an earlier run."""
 
 import dataclasses
+from collections.abc import Iterable
 from logging import getLogger
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def load_resume_point(
     model = loaded.model
     checkpoint = load_checkpoint(directory.checkpoints, from_round)
     records = directory.rounds_until(checkpoint.round)
+    if from_round is None and config.num_rounds <= checkpoint.round:
+        _check_last_checkpoint(directory, checkpoint.round)
     fixed = load_fixed(directory.checkpoints)
     if fixed is None and model.method.calibration is not None:
         raise ValueError(
@@ -90,6 +93,18 @@ def load_resume_point(
     return ResumePoint(
         checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed, personal_states
     )
+
+
+def _check_last_checkpoint(directory: RunDirectory, usable: int) -> None:
+    """Raise ValueError if rounds would be dropped, and none trained in their place."""
+    last = directory.read_rounds()[-1]["round"]
+    if last > usable:
+        raise ValueError(
+            f"resume = {str(directory.path)!r}: the run has {last} rounds, but its last usable "
+            f"checkpoint is of round {usable}; restore checkpoints/round-{last:06d}.safetensors, "
+            f"train what is missing again with num-rounds={last}, or give the later rounds up "
+            f"with resume={directory.path}@{usable}"
+        )
 
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
@@ -123,4 +138,12 @@ def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoi
     over = start.last_round is not None and config.num_rounds <= start.last_round
     if not (config.deliver and over and (directory.path / "summary.json").is_file()):
         return False
-    return directory.read_summary()["rounds"] == start.last_round
+    summary = directory.read_summary()
+    # After the run has gone back, its old summary may be of as many rounds: of other ones.
+    measured = summary["rounds"], summary["seconds"]
+    return measured == (start.last_round, total_seconds(start.records))
+
+
+def total_seconds(records: Iterable[RoundRecord]) -> float:
+    """Return the seconds that rounds took together."""
+    return round(sum(record["seconds"] for record in records), 3)

@@ -19,7 +19,7 @@ from ravan_flwr.runs.console import Progress
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import Trackers
-from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.server.resume import ResumePoint, total_seconds
 from ravan_flwr.server.stop_conditions import reached
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.tasks.tally import Tally
@@ -135,7 +135,7 @@ def make_summary(
         "collapsed": [record["round"] for record in records if "collapsed" in record],
         "without-effect": [record["round"] for record in records if "refused" in record],
         "not-eligible": records[-1]["not-eligible"] if records else [],
-        "seconds": round(sum(record["seconds"] for record in records), 3),
+        "seconds": total_seconds(records),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "code": code_version(),
     }
@@ -162,6 +162,7 @@ def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) ->
     if start.last_round is not None and (directory.path / "summary.json").is_file():
         before = directory.read_summary()
     summary["run-id"] = before.get("run-id") or secrets.token_hex(8)
-    if start.last_round == summary["rounds"] == before.get("rounds") and "delivered" in before:
+    measured = summary["rounds"], summary["seconds"]  # others, if the run went back in between
+    if (before.get("rounds"), before.get("seconds")) == measured and "delivered" in before:
         summary["delivered"] = before["delivered"]
         summary["not-delivered"] = before["not-delivered"]

@@ -62,16 +62,14 @@ class Sampler:
         self,
         grid: Grid,
         round_log: RoundLog,
-        among: Callable[[Sequence[RegisteredClient]], list[RegisteredClient]] | None = None,
+        among: Callable[[Sequence[RegisteredClient]], list[RegisteredClient]],
     ) -> list[RegisteredClient]:
         """Return the round's cohort, followed by the reserve clients (`over-sample`).
 
         `among` selects the clients that may be drawn.
         """
         config, eligible = self.config, self.eligible(grid, round_log)
-        clients = self.available(
-            eligible if among is None else among(eligible), round_log, self._min_clients
-        )
+        clients = self.available(among(eligible), round_log, self._min_clients)
         number = min(config.clients_per_round, len(clients))
         reserve = config.num_asked(len(clients)) - number
         all_clients = len(self.registry.clients)

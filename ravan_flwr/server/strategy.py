@@ -108,7 +108,8 @@ class FederatedTuning(Strategy):
             cast(Any, grid).give_fixed(fixed, fixed_sent)  # only one in process has such a memory
         self.summary()
         if privacy is not None:
-            privacy.begin(registry, num_rounds)
+            can_train = federation.sampler.can_train
+            privacy.begin(registry, can_train, max(0, num_rounds + 1 - start.first))
         self.callbacks.on_recruited()
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if method.calibration is not None and fixed is None:

@@ -17,7 +17,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Release
-from ravan_flwr.server.round import Limits, Round
+from ravan_flwr.server.round import Round
 
 log = getLogger(__name__)
 
@@ -67,20 +67,15 @@ class Plain(Transport):
             came, limits = len(round_.log.clients), release.limits  # of the clients asked before
             limits = replace(limits, enough=limits.enough - came, quorum=limits.quorum - came)
             yield from round_.replies(messages, limits)
-            messages = release.write(self._draw_more(round_, release.limits))
+            messages = release.write(self._draw_more(round_, release))
 
-    def _draw_more(self, round_: Round, limits: Limits) -> list[RegisteredClient]:
+    def _draw_more(self, round_: Round, release: Release) -> list[RegisteredClient]:
         """Draw further clients if too few replied; none if all clients were asked."""
+        limits = release.limits
         if len(round_.log.clients) >= limits.min_replies or not limits.asks_more:
             return []
         skipped = round_.log.skipped  # of the first draw, which the next one overwrites
-        clients = self.federation.sampler.sample(
-            round_.grid,
-            round_.log,
-            lambda eligible: [
-                client for client in eligible if client.node_id not in round_.recipients
-            ],
-        )
+        clients = release.draw()
         asked = {client.partition_id for client in clients}
         round_.log.skipped = [partition for partition in skipped if partition not in asked]
         if clients:

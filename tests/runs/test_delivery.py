@@ -225,6 +225,36 @@ def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, m
     assert delivered(devices.run(resume=str(directory))) == [0]
 
 
+def test_a_result_whose_checkpoint_is_damaged_is_not_replaced_by_an_earlier_one(devices):
+    """`deliver` sets num-rounds=1: the round before was taken for the last one."""
+    devices.add(0)
+    run = devices.run(deliver=False)
+    (run.run_dir / "checkpoints" / "round-000002.safetensors").write_bytes(b"damaged")
+    before = files_of(run.run_dir)
+    with pytest.raises(ValueError, match=r"restore .*round-000002.*num-rounds=2.*@1"):
+        devices.run(resume=str(run.run_dir), num_rounds=1)
+    assert files_of(run.run_dir) == before
+    assert devices.run(resume=str(run.run_dir)).summary["rounds"] == 2  # round 2 is trained again
+
+
+def test_a_run_that_went_back_and_was_killed_before_its_result_writes_it_first(
+    devices, monkeypatch
+):
+    """Its summary is that of the rounds that it went back from, of which it has as many again."""
+    devices.add(0)
+    run = devices.run()
+    others = {"limits": "max-share=0.5", "num_rounds": run.summary["rounds"]}
+    with monkeypatch.context() as patch:
+        patch.setattr("ravan_flwr.server_app.write_result", killed)
+        with pytest.raises(KeyboardInterrupt):
+            devices.run(resume=f"{run.run_dir}@1", **others)
+    again = devices.run(resume=str(run.run_dir), **others)
+    assert delivered(again) == [0]
+    sent = sum(record["bytes-up"] for record in short_runs.records_of(again))
+    assert run.summary["bytes-up"] != sent == again.summary["bytes-up"]
+    check_results(again, [devices.result(0, again) / "adapter"])
+
+
 @pytest.mark.slow
 def test_more_rounds_replace_what_the_same_run_delivered(devices):
     devices.add(0)

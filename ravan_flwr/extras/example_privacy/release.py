@@ -8,11 +8,12 @@ if too few clients remain, and informs a restarted client of its count. Updates 
 so everything else is as in a plain round.
 
 All clients use the same noise. Without `noise-multiplier` it is the least noise that keeps the
-client with the fewest examples within epsilon, if that client trains in every round.
+client with the fewest examples within epsilon, if that client trains in every round. Clients whose
+budget fraction does not allow the method are never asked, and do not count.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from typing import Any, Literal, NamedTuple, cast
@@ -66,11 +67,16 @@ class ExampleBudget(PrivacyBudget):
         entries = before.get("asked", {})
         self.counts = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in entries.items()}
         self._closed: set[int] = set()  # partitions that refused to train further
-        self._registry: ClientRegistry | None = None
+        self.ended = False  # too few of the connected clients had room when a round began
+        self._eligible: Callable[[], list[RegisteredClient]] = list  # clients that can train
 
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        self._registry = registry
-        clients = list(registry.clients.values())
+    def begin(
+        self, registry: ClientRegistry, can_train: Callable[[float], bool], rounds: int
+    ) -> None:
+        self._eligible = lambda: [
+            client for client in registry.clients.values() if can_train(client.budget_fraction)
+        ]
+        clients = self._eligible() or list(registry.clients.values())
         min_examples, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.ends_after(0) and not self.counts:
@@ -78,9 +84,9 @@ class ExampleBudget(PrivacyBudget):
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
-            "client that trains in every round of %d, delta %g",
+            "client that trains in each of %d more rounds, delta %g",
             *(self.multiplier, self.config.clip_norm, self.steps, min_examples, rate, self.epsilon),
-            *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
+            *(self._epsilon(TimesAsked(rate, self.rounds + rounds)), rounds, self.delta),
         )
         max_examples = max(client.examples for client in clients)
         self.warn_of_delta(max_examples, f"clients of {max_examples} examples: one of these")
@@ -145,14 +151,15 @@ class ExampleBudget(PrivacyBudget):
         return {"unit": "example", **super().as_record()}
 
     def ends_after(self, rounds: int) -> bool:
-        """Return whether too few clients stay within epsilon after `rounds` further rounds.
+        """Return whether too few clients may stay within epsilon after `rounds` further rounds.
 
-        Return False for `rounds` > 0 unless every round asks all clients: the draw is not known.
+        The draw is not known: each round may draw clients that then have no room left.
         """
-        clients = list(self._registry.clients.values()) if self._registry else []
-        if not clients or (rounds and self.config.clients_per_round < len(clients)):
-            return False
-        return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
+        if self.ended or not (clients := self._eligible()):
+            return self.ended
+        now, later = (len(self.with_room(clients, number)) for number in (1, rounds + 1))
+        drawn = rounds * self.config.num_asked(len(clients))
+        return max(later, now - drawn) < self.config.min_replies
 
     def _after(self, client: RegisteredClient, further: int) -> TimesAsked:
         before = self.counts.get(client.partition_id, NEVER)
@@ -193,9 +200,8 @@ class Counted(Release):
 
     @property
     def limits(self) -> Limits:
-        limits = replace(super().limits, asks_more=False)  # the account counts only those drawn
-        none_left = 0 < self._refused == len(self._earlier)
-        return replace(limits, min_replies=0) if none_left else limits
+        none_left = self.account.ended or 0 < self._refused == len(self._earlier)
+        return replace(super().limits, min_replies=0) if none_left else super().limits
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
@@ -205,14 +211,18 @@ class Counted(Release):
         """Sample clients within epsilon; count the round before messages are sent."""
 
         def with_room(clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
-            able = self.account.with_room(clients)
+            able = self.account.with_room(not_asked := self.not_asked(clients))
             partitions = {client.partition_id for client in able}
-            everyone = (client.partition_id for client in clients)
+            everyone = (client.partition_id for client in not_asked)
             self.round.log.out_of_budget = [one for one in everyone if one not in partitions]
+            if not self._earlier and len(able) < self.config.min_replies <= len(clients):
+                # Clients with room may be disconnected: the run ends with its result all the same.
+                self.account.ended = True
+                return []
             return able
 
         chosen = self.federation.sampler.sample(self.round.grid, self.round.log, with_room)
-        self._earlier = self.account.spend(chosen)
+        self._earlier |= self.account.spend(chosen)
         return chosen
 
     def address(self, message: Message, client: RegisteredClient) -> None:

@@ -172,6 +172,26 @@ def test_an_unresponsive_client_occupies_its_place_until_the_timeout():
     assert len(notes.records) == 12
 
 
+def test_an_unresponsive_client_is_asked_less_often():
+    """After k timeouts in a row it is skipped for 2^(k-1) - 1 versions."""
+    asked = []
+
+    class Noting(Timed):
+        def _begin(self, message_id, message):
+            super()._begin(message_id, message)
+            partition = self.registered[message.metadata.dst_node_id].partition_id
+            if message.metadata.message_type == "train" and partition == 3:
+                asked.append(int(message.metadata.group_id))
+
+    settings = ASYNC | {"concurrency": 4, "clients_per_round": 4, "max_update_norm": 1e30}
+    notes, _, _ = run(Noting([1.0, 1.5, 2.0, 1e6]), 60, timeout=5.0, **settings)
+    given_up = [r["round"] for r in notes.records for _ in r["rejected"]]
+    assert len(given_up) >= 4
+    assert asked[0] == 1
+    for k, (last, again) in enumerate(zip(given_up, asked[1:], strict=False)):
+        assert again >= last + 2**k
+
+
 def test_when_every_reply_is_bad_the_run_stops():
     class Broken(Timed):
         def reply(self, *given):
@@ -181,6 +201,27 @@ def test_when_every_reply_is_bad_the_run_stops():
 
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
         run(Broken([1.0, 1.5, 2.0]), 3, timeout=100.0, **ASYNC)
+
+
+# Five of eight clients send what is of no use, or nothing.
+@pytest.mark.parametrize("aggregation", ["sync", "async"])
+@pytest.mark.parametrize("seconds", [1.0, 1e6])
+def test_clients_that_fail_do_not_end_a_run_while_others_can_be_asked(seconds, aggregation):
+    class Broken(Timed):
+        def reply(self, message, upload, number):
+            reply = super().reply(message, upload, number)
+            if self.registered[message.metadata.dst_node_id].partition_id < 5:
+                del reply.content["arrays"]
+            return reply
+
+    nodes = Broken([seconds] * 5 + [20.0] * 3)
+    settings = ASYNC | {"aggregation": aggregation, "buffer_size": 1 + (aggregation == "async")}
+    notes, _, _ = run(nodes, 4, timeout=100.0, min_replies=2, **settings)
+    for record in notes.records:
+        used = {client["partition-id"] for client in record["clients"]}
+        assert len(used) >= 2
+        assert used <= {5, 6, 7}
+    assert rejections(notes)
 
 
 ASYNCHRONOUS = [name for name, method in METHODS.items() if method.asynchronous]
@@ -217,6 +258,14 @@ def test_a_reply_after_its_timeout_is_still_expected_over_a_network():
         reason for _, reason in strategy.federation.registry.nodes[client.node_id].late.values()
     ]
     assert reasons[0] == "late: an update of version 1, after 0.2 s"
+
+
+def test_replies_that_arrive_during_a_long_evaluation_are_used():
+    """The server evaluates for 10 s, and clients that answered at once have 5 s."""
+    settings = ASYNC | {"evaluate_fn": lambda *_: time.sleep(10.0)}
+    notes, strategy, _ = run(Remote(3), 6, timeout=5.0, **settings)
+    assert not rejections(notes)
+    assert not any(node.missed_replies for node in strategy.federation.registry.nodes.values())
 
 
 def test_a_late_reply_is_recorded_although_clients_do_not_evaluate(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from flwr.app import Error, Message
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
@@ -18,6 +20,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import (
     ROUND,
     Nodes,
@@ -25,6 +28,7 @@ from tests.hand_made import (
     Unresponsive,
     fake_clock,
     initial,
+    loaded_of,
     settings_from,
     strategy_of,
 )
@@ -152,6 +156,34 @@ def test_a_non_finite_change_affects_no_state(value):
 
 
 @pytest.mark.usefixtures("everyone")
+class Replaced(Nodes):
+    """Nodes that reconnect with another version of the app after the first round."""
+
+    since = "then"
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=n, last_activated_at=self.since) for n in self.get_node_ids()]
+
+    def replace_all(self, *_):
+        self.since = "later"
+        for node_id, client in self.registered.items():
+            self.registered[node_id] = replace(client, code="of another version")
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, "auto"])
+def test_a_run_whose_nodes_are_all_refused_spends_nothing_more(clip_norm):
+    nodes, notes, files = Replaced(), Notes(), list[dict[str, Any]]()
+    config = read_config(settings_from({
+        "privacy": "client", "noise_multiplier": 1.0, "clip_norm": clip_norm,
+        "clients_per_round": 2, "num_rounds": 3, "round_timeout": 5.0,
+    }))  # fmt: skip
+    budget = ClientBudget(config, files.append)
+    strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
+    with pytest.raises(RuntimeError, match="all 4 were refused: its ravan_flwr has fingerprint"):
+        strategy.start(nodes, initial(nodes), num_rounds=3, evaluate_fn=nodes.replace_all)
+    assert len(files) == len(notes.records) == 1
+
+
 def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
     limit = find_epsilon(1.0, 0.5, 1e-5, 3) + 1e-6
     notes, budget, _, result = run_rounds(Nodes(), rounds=9, epsilon=limit)
@@ -204,6 +236,20 @@ def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
         accounts.append((budget.epsilon, budget.as_record(), files))
     assert accounts[0] == accounts[1]
     assert accounts[0][0] == find_epsilon(1.0, 0.5, 1e-5, 3)
+
+
+def test_the_log_has_the_epsilon_of_the_rounds_to_come_after_going_back(caplog):
+    """Nine rounds were released, then the run went back to round 5: of 10, five are to come."""
+    caplog.set_level("INFO")
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0, "clip-norm": 0.5})
+    before = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "releases": 9}
+    budget, nodes = ClientBudget(config, lambda _: None, before), Nodes()
+    start = ResumePoint(nodes.method.initial_state(nodes.adapters), last_round=5)
+    strategy = FederatedTuning(config, loaded_of(nodes.method), start, privacy=budget)
+    strategy.start(nodes, initial(nodes), num_rounds=10, evaluate_fn=lambda *_: None)
+    assert budget.releases == 9 + 5
+    after = find_epsilon(1.0, 0.5, 1e-5, 9 + 5)
+    assert f"{after:.3f} after 5 more rounds" in caplog.text
 
 
 ACCOUNT = {

@@ -627,6 +627,18 @@ def test_with_krum_a_device_that_trains_a_part_is_not_eligible(caplog):
         train_all(nodes, weighting="krum", clients_per_round=5)
 
 
+def test_a_calibration_asks_further_clients_if_its_cohort_fails():
+    def fail(partition, message):
+        if message.metadata.message_type == "train.calibrate" and partition < 3:
+            return Message(Error(2, "no memory"), reply_to=message)
+        return None
+
+    settings = {"method": "fed-sb", "clients_per_round": 1, "evaluate_fn": lambda *_: None}
+    for seed in range(4):  # another client is asked first
+        notes, _, _ = run(Nodes(behave=fail, method="fed-sb"), rounds=1, seed=seed, **settings)
+        assert [c["partition-id"] for c in notes.records[0]["clients"]] == [3]
+
+
 def test_a_robust_calibration_needs_three_replies():
     message = "round 0: got 2 valid replies, expected at least min-replies = 3"
     with pytest.raises(RuntimeError, match=message):

@@ -2,18 +2,19 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.example_privacy import release as example_privacy
 from ravan_flwr.extras.example_privacy.release import ExampleBudget
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.privacy.account import find_epsilon
+from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
@@ -75,7 +76,7 @@ def refuse_training(partitions, from_round=1):
     return behave
 
 
-def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
+def run_rounds(nodes, rounds=2, before=None, write=None, evaluate_fn=lambda *_: None, **settings):
     defaults: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
@@ -90,7 +91,7 @@ def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     result = strategy.start(
-        nodes, initial(nodes), num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None
+        nodes, initial(nodes), num_rounds=rounds, timeout=5, evaluate_fn=evaluate_fn
     )
     return notes, budget, files, from_record(result.arrays)
 
@@ -181,6 +182,22 @@ def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
+@pytest.mark.parametrize("examples", [6, 60])
+def test_a_client_that_cannot_train_neither_prolongs_the_run_nor_sets_its_noise(examples):
+    """The budget of partition 0 does not allow the whole of FedIT, so that it is never asked."""
+    nodes = Devices(method="fedit", examples=(examples, 20, 20, 20))
+    for node_id, node in nodes.registered.items():
+        if node.partition_id == 0:
+            nodes.registered[node_id] = replace(node, budget_fraction=0.5)
+    settings = {"method": "fedit", "epsilon": (epsilon(20, 2) + epsilon(20, 3)) / 2}
+    notes, *_ = run_rounds(nodes, rounds=9, **settings)
+    assert [len(record["clients"]) for record in notes.records] == [3, 3]
+    _, budget, *_ = run_rounds(nodes, rounds=2, noise_multiplier="auto", **settings)
+    assert budget.multiplier == pytest.approx(
+        multiplier_for(settings["epsilon"], 5 / 20, 1e-5, 2 * STEPS)
+    )
+
+
 def test_a_run_needs_min_replies_clients_within_the_privacy_budget(monkeypatch):
     """Where all clients are sampled, the last round is known before it ends."""
     values, ends_after = [], ExampleBudget.ends_after
@@ -198,6 +215,19 @@ def test_a_run_needs_min_replies_clients_within_the_privacy_budget(monkeypatch):
     assert values == [False, True]
     with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* room for one"):
         run_rounds(Devices(), epsilon=0.01, min_replies=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_round_is_evaluated_where_clients_are_sampled(seed):
+    """Which clients the last rounds draw is not known: each that may be the last is evaluated."""
+    notes, *_ = run_rounds(
+        Devices(examples=[20] * 4), rounds=99, clients_per_round=2, min_replies=2, seed=seed,
+        epsilon=(epsilon(20, 3) + epsilon(20, 4)) / 2, eval_every=100,
+        evaluate_fn=lambda *_: MetricRecord({"accuracy": 0.5}),
+    )  # fmt: skip
+    assert 4 < len(notes.records) <= 6
+    assert notes.records[-1]["metrics"] == {"accuracy": 0.5}
+    assert not any(record["metrics"] for record in notes.records[:3])
 
 
 def test_a_refusal_is_recorded_and_its_client_is_not_sampled_again():
@@ -219,6 +249,51 @@ def test_a_round_of_refusals_alone_changes_nothing_and_ends_the_run():
     assert len(notes.records[1]["rejected"]) == 4
     assert torch.equal(notes.states[0]["H"], notes.states[1]["H"])
     assert torch.equal(result["H"], notes.states[0]["H"])
+
+
+def test_clients_that_fail_do_not_end_a_run_while_others_have_budget():
+    """Each client that is asked in their place is counted, before it is asked."""
+
+    def fail(partition, message):
+        if message.metadata.message_type == "train" and partition < 2:
+            return Message(Error(2, "no memory"), reply_to=message)
+        return None
+
+    nodes = Devices(behave=fail, examples=[30] * 4)
+    limit = (epsilon(30, 6) + epsilon(30, 7)) / 2  # both are within budget in six rounds
+    settings = {"epsilon": limit, "clients_per_round": 2, "min_replies": 2}
+    notes, _, files, _ = run_rounds(nodes, rounds=6, **settings)
+    for record in notes.records:
+        assert [client["partition-id"] for client in record["clients"]] == [2, 3]
+        assert "out-of-budget" not in record
+    failed, unused = (
+        sum(len(record[key]) for record in notes.records) for key in ("rejected", "unused")
+    )
+    counted = {int(p): rounds for p, (_, rounds) in files[-1][1]["asked"].items()}
+    assert counted[2] == counted[3] == 6
+    assert sum(counted.values()) == 6 * 2 + failed + unused
+    assert failed > 0
+
+
+@pytest.mark.parametrize("min_replies", [1, 2])
+def test_a_run_ends_where_only_disconnected_clients_have_budget(min_replies):
+    nodes = Devices(examples=[20] * 4)
+
+    def leave(number, _):
+        for node_id, node in [*nodes.registered.items()]:
+            if node.partition_id >= 4 - min_replies:
+                del nodes.registered[node_id]
+        return MetricRecord({"accuracy": 0.5})
+
+    limit = (epsilon(20, 3) + epsilon(20, 4)) / 2
+    notes, *_ = run_rounds(
+        nodes, rounds=9, min_replies=min_replies, epsilon=limit, evaluate_fn=leave
+    )
+    trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
+    here = [*range(4 - min_replies)]
+    assert trained == [[0, 1, 2, 3], here, here, []]
+    assert notes.records[-1]["out-of-budget"] == here
+    assert torch.equal(notes.states[-1]["H"], notes.states[-2]["H"])
 
 
 def test_a_refusal_of_another_round_is_a_bad_reply():
