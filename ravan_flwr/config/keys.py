@@ -238,7 +238,7 @@ class Config:
         "noise-multiplier the noise follows from it; auto: no limit", above=0, high=10_000)
     noise_multiplier: float | None = auto_key("noise on the sum of clipped changes, or of clipped "
         "gradients, divided by clip-norm; auto: from epsilon", low=0.1, high=1_000)
-    delta: float = key(1e-5, "delta that belongs to epsilon", above=0, high=0.1)
+    delta: float = key(1e-5, "delta that belongs to epsilon", low=1e-12, high=0.1)
     clip_norm: float | None = auto_key("norm to which a client's change, or an example's gradient, "
         "is clipped; auto: for changes 0.1 at first, then their median norm; for gradients 1",
         above=0, high=1_000_000)
