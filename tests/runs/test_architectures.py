@@ -93,6 +93,21 @@ def test_an_architecture_trains_and_exports_give_the_runs_loss(kind, method, set
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_clients_leave_the_statistics_of_batch_normalisations(settings, tmp_path):
+    """They never travel, so that a reloaded result has those of the pretrained model."""
+    torch.manual_seed(0)
+    config = transformers.MobileViTConfig(
+        image_size=32, hidden_sizes=[8] * 3, neck_hidden_sizes=[8] * 7, num_attention_heads=2,
+        initializer_range=0.5,
+    )  # fmt: skip
+    transformers.MobileViTModel(config).save_pretrained(tmp_path / "model")
+    model = {"model": str(tmp_path / "model"), "output-dir": str(tmp_path / "runs")}
+    run = simulate(settings("vit") | model, 3)
+    with result_of(run.run_dir) as loaded:
+        measured = loaded.evaluate()
+    assert measured["loss"] == pytest.approx(run.summary["metrics"]["final"]["loss"], rel=1e-4)
+
+
 def private(settings, method):
     """Load a model for private examples, with a trained classifier if it has one."""
     trained = {} if settings["preset"] == "newsgroups-t5" else {"classifier": "trained"}
