@@ -90,7 +90,9 @@ class Vision(Classification):
             "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
             "labels": datasets.Value("int64"),
         }
-        settings = {"reader": self.reader.to_dict(), "labels": self.data.labels}
+        settings = {
+            "reader": self.reader.to_dict(), "channels": self._channels, "labels": self.data.labels
+        }  # fmt: skip
         return encoded_as_it_is(mapped(numbered, encoded, features, settings))
 
     def _without_processor(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
@@ -126,7 +128,11 @@ class Vision(Classification):
     def _input_shape(self) -> tuple[int, int, int]:
         """Return the channels, height and width of the model's input."""
         height, width = _height_and_width(self.model_config["image_size"])
-        return int(self.model_config.get("num_channels", 3)), height, width
+        return self._channels, height, width
+
+    @property
+    def _channels(self) -> int:
+        return int(self.model_config.get("num_channels", 3))
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
@@ -142,7 +148,7 @@ class Vision(Classification):
         A processor may return images of different sizes; these cannot be stacked.
         """
         read = self.reader(
-            images=[_rgb(image) for image in images],
+            images=[_for_processor(image, self._channels) for image in images],
             do_rescale=False,
             do_normalize=False,
             return_tensors="np",
@@ -212,16 +218,21 @@ def _affine(
     return factor / stds, -means / stds
 
 
-def _rgb(image: Any) -> Any:
-    """Return an image with three channels of bytes, as a processor expects."""
+def _for_processor(image: Any, channels: int) -> Any:
+    """Return an image of bytes with the model's channels, as its processor expects."""
     if hasattr(image, "convert"):
         check_bits(image.mode, "an image")
-        return image.convert("RGB")
+        return image.convert(_mode(channels))
     array = np.asarray(image)
     if array.dtype.kind == "f":
         array = (array * 255).round()
     array = array.astype(np.uint8)
-    return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
+    return np.repeat(array[..., None], channels, axis=-1) if array.ndim == 2 else array
+
+
+def _mode(channels: int) -> str:
+    """Return Pillow's mode for images with that number of channels."""
+    return "L" if channels == 1 else "RGB"
 
 
 def _images(values: Sequence[Any], feature: Any) -> list[Any]:
@@ -253,7 +264,7 @@ def _bytes(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Convert an image to (channels, height, width), in [0, 255]."""
     channels, height, width = shape
     check_bits(image.mode, "an image")
-    image = image.convert("L" if channels == 1 else "RGB")
+    image = image.convert(_mode(channels))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(image)
