@@ -75,13 +75,31 @@ class Text(Classification):
 TASK = Text
 
 
+# Architectures whose positions begin after the number of the padding token, as RoBERTa's do.
+_AFTER_PADDING = (
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
+    "mpnet", "longformer", "luke", "ibert", "data2vec-text", "esm",
+)  # fmt: skip
+
+
+def max_tokens(model_config: Mapping[str, Any]) -> int | None:
+    """Return for how many tokens of a text the model has positions; None: for any number."""
+    positions = model_config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    if model_config.get("model_type") not in _AFTER_PADDING:
+        return positions
+    padding = model_config.get("pad_token_id")
+    return positions - 1 - (padding if isinstance(padding, int) else 1)
+
+
 def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
     """Raise ValueError if texts may have more tokens than the model has positions."""
-    positions = model_config.get("max_position_embeddings")
-    if isinstance(positions, int) and max_length > positions:
+    positions = max_tokens(model_config)
+    if positions is not None and max_length > positions:
         raise ValueError(
-            f"max-length = {max_length}: the model has {positions} positions, expected at "
-            f"most so many; set max-length={positions}, or in the preset's data"
+            f"max-length = {max_length}: the model has positions for {positions} tokens, expected "
+            f"at most so many; set max-length={positions}, or in the preset's data"
         )
 
 

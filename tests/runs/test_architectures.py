@@ -108,6 +108,17 @@ def test_clients_leave_the_statistics_of_batch_normalisations(settings, tmp_path
     assert measured["loss"] == pytest.approx(run.summary["metrics"]["final"]["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "tokens"), [("bert", 12), ("roberta", 10), ("mpnet", 10)])
+def test_a_text_has_at_most_as_many_tokens_as_the_model_takes(kind, tokens, settings, tmp_path):
+    """RoBERTa and MPNet count positions from 2 on: `max_position_embeddings` is 2 too many."""
+    model = str(save_model(kind, tmp_path / kind, max_position_embeddings=12))
+    longest = loaded_with(settings("llama"), model=model, max_length=tokens)
+    longest.task.check_sizes()
+    longest.model.network(input_ids=torch.full((1, tokens), 5))
+    with pytest.raises(ValueError, match=f"set max-length={tokens},"):
+        loaded_with(settings("llama"), model=model, max_length=tokens + 1).task.check_sizes()
+
+
 def private(settings, method):
     """Load a model for private examples, with a trained classifier if it has one."""
     trained = {} if settings["preset"] == "newsgroups-t5" else {"classifier": "trained"}
