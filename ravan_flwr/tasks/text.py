@@ -129,6 +129,11 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"model {folder}: its tokenizer is a {type(tokenizer).__name__}, which transformers "
+            "has in Python alone, expected one with a tokenizer.json; choose another model"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
