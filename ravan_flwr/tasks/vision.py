@@ -45,6 +45,11 @@ class Vision(Classification):
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / PROCESSOR).is_file():
+            if "image_size" not in self.model_config:
+                raise ValueError(
+                    f"model {folder}: its config.json has no image_size, expected one, or a "
+                    f"{PROCESSOR} beside it; add one of them, or choose another model"
+                )
             log.info(
                 "model %s has no %s: images are resized to %d x %d, and pixels scaled to [-1, 1]",
                 *(folder, PROCESSOR, *self._input_shape[1:]),
@@ -156,9 +161,12 @@ class Vision(Classification):
         return cast(np.ndarray, read["pixel_values"])
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        sides = (config.num_channels, *_height_and_width(config.image_size))
+        if hasattr(config, "image_size"):
+            height, width = _height_and_width(config.image_size)
+        else:
+            height, width = self._pixels([Image.new("RGB", (64, 64))]).shape[2:]
         return {
-            "pixel_values": ((batch_size, *sides), torch.float32),
+            "pixel_values": ((batch_size, config.num_channels, height, width), torch.float32),
             "labels": ((batch_size,), torch.int64),
         }
 

@@ -108,6 +108,20 @@ def test_clients_leave_the_statistics_of_batch_normalisations(settings, tmp_path
     assert measured["loss"] == pytest.approx(run.summary["metrics"]["final"]["loss"], rel=1e-4)
 
 
+def test_a_model_that_names_no_size_of_images_takes_its_processors(settings, tmp_path):
+    """CvT's config.json has none; without a processor it is refused."""
+    config = transformers.CvtConfig(
+        embed_dim=[8] * 3, num_heads=[1] * 3, depth=[1, 2, 3], drop_path_rate=[0.0] * 3
+    )
+    transformers.CvtModel(config).save_pretrained(tmp_path)
+    own = settings("vit") | {"model": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"no image_size, .* preprocessor_config\.json"):
+        _ = loaded_with(own).task.reader
+    transformers.ViTImageProcessor(size={"height": 48, "width": 32}).save_pretrained(tmp_path)
+    task = make_task(read_config(own))
+    assert task.shapes(config, 4)["pixel_values"][0] == (4, 3, 48, 32)
+
+
 @pytest.mark.parametrize(("kind", "tokens"), [("bert", 12), ("roberta", 10), ("mpnet", 10)])
 def test_a_text_has_at_most_as_many_tokens_as_the_model_takes(kind, tokens, settings, tmp_path):
     """RoBERTa and MPNet count positions from 2 on: `max_position_embeddings` is 2 too many."""
