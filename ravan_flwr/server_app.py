@@ -54,6 +54,7 @@ from ravan_flwr.server.user_messages import (
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
 from ravan_flwr.specs import RESULT_FOLDERS, Scalar
+from ravan_flwr.tasks import MACRO_F1
 from ravan_flwr.tasks.tally import Tally, macro_f1
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 
@@ -259,7 +260,7 @@ def _make_evaluation(
         with loaded.model.holding(from_record(arrays)):
             measured = loaded.evaluate(tally)
         if tally is not None:
-            measured["macro-f1"] = macro_f1(tally.by_class(loaded.task.data.labels))
+            measured[MACRO_F1] = macro_f1(tally.by_class(loaded.task.data.labels))
         for name, value in measured.items():
             if not math.isfinite(value):
                 raise RuntimeError(

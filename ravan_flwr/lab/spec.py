@@ -71,7 +71,7 @@ from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar, join_list
-from ravan_flwr.tasks import TASKS, TIME
+from ravan_flwr.tasks import MACRO_F1, TASKS, TIME
 
 RATE = "learning-rate"  # the key that a table chooses, unless it names another
 MIN_SEEDS = 3  # for an interval; of two values it is 13 times as wide as their distance
@@ -354,9 +354,11 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
 
 def _metrics(config: Config) -> list[str]:
     """Return the metrics that a run measures; the server has one more of each for a test set."""
-    names, tests = [*TASKS[config.task].metrics], [name for name, _ in config.data.tests]
-    if config.evaluate_on == "server" and len(tests) > 1:
-        names += [f"{name}-{test}" for name in names for test in tests]
+    task, tests = TASKS[config.task], [name for name, _ in config.data.tests]
+    names = [*task.metrics]
+    if config.evaluate_on == "server":
+        names += [f"{name}-{test}" for name in names for test in tests if len(tests) > 1]
+        names += [MACRO_F1] * ("label" in task.roles)
     return names + [TIME] * (config.devices is not None)
 
 

@@ -28,9 +28,8 @@ from ravan_flwr.lab.results import Interval, Results, interval
 from ravan_flwr.lab.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.console import megabytes
-from ravan_flwr.tasks import TIME, is_fraction
+from ravan_flwr.tasks import MACRO_F1, TIME, is_fraction
 
-MACRO_F1 = "macro-f1"  # a classification's second metric
 LEGEND = """\
 Numbers are means over the seeds, each with half of its 95 % interval (Student's t over the seeds).
 Differences are paired by seed.

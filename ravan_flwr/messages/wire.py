@@ -29,7 +29,7 @@ def wire_of_round(wire: str, number: int) -> str:
 def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) -> Tensors:
     """Return encoded tensors, rounded by `random`; raise ValueError if a number overflows."""
     coded: Tensors = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):  # a loaded checkpoint has another order
         if wire == "float32" or tensor.dtype != torch.float32:
             coded[name] = tensor
         elif wire == "int8":

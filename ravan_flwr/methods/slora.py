@@ -66,7 +66,7 @@ class SparseRound(FirstRound):
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[chosen] = True
             factor = mask.view_as(weight).to(weight.device)
-            # Adam does not change a number whose gradients are all zero.
+            # Adam does not change a number whose gradients are all zero, except by weight decay.
             hooks.append(weight.register_hook(lambda gradient, factor=factor: gradient * factor))
         try:
             change = super().run(adapters, loop)["change"].split([w.numel() for w in weights])

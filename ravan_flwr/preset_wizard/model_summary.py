@@ -18,6 +18,7 @@ from ravan_flwr.specs import DataSpec, ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.generation import TextToText
+from ravan_flwr.tasks.text import max_tokens
 from ravan_flwr.training.bundled import bundled_names
 from ravan_flwr.training.network import CONFIGS, build_skeleton
 
@@ -54,12 +55,10 @@ def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSumm
         spec = replace(spec, source="bundled")
     settings = CONFIGS[spec.source](spec)
     name = _find_task(settings, data.spec)
-    task_info, positions = TASKS[name], settings.get("max_position_embeddings")
+    task_info, positions = TASKS[name], max_tokens(settings)
     task = get_task(name)(
         replace(data.spec, prompt=task_info.prompt, target_length=task_info.target_length),
-        min(task_info.max_length, positions)
-        if isinstance(positions, int)
-        else task_info.max_length,
+        task_info.max_length if positions is None else min(task_info.max_length, positions),
         lambda: None if spec.source == "bundled" else model_folder(spec),
         lambda: settings,
     )

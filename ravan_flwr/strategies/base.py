@@ -219,8 +219,10 @@ class MethodStrategy(FedAvg):
         initial arrays of a run that continues: `ArrayRecord(get_peft_model_state_dict(loaded))`.
 
         Args:
-            folder: str | Path. Where `PeftModel.from_pretrained` will find the adapter.
-            model: PeftModel. A model that is built as the clients'. It gets the arrays.
+            folder: str | Path. Where `PeftModel.from_pretrained` will find the adapter; one that is
+                not called "default" is in a folder of its name there, as PEFT has it.
+            model: PeftModel. A model that is built as the clients'. Its active adapter gets the
+                arrays.
         """
         from peft import set_peft_model_state_dict  # noqa: PLC0415 (a strategy needs no PEFT)
 
@@ -236,8 +238,9 @@ class MethodStrategy(FedAvg):
                 "save model.merge_and_unload()"
             )
         tensors = {name: _tensor(name, array) for name, array in self._newest.items()}
-        set_peft_model_state_dict(model, tensors)
-        model.save_pretrained(folder)
+        name = model.active_adapter
+        set_peft_model_state_dict(model, tensors, adapter_name=name)
+        model.save_pretrained(folder, selected_adapters=[name])
 
     def _report_unchanged(self, server_round: int, problems: Sequence[str]) -> None:
         """Log that all replies of a round were unused; ValueError if no reply was ever accepted."""

@@ -86,6 +86,7 @@ TASKS = {
 
 
 TIME = "time"  # in a study: the simulated seconds of a run
+MACRO_F1 = "macro-f1"  # of tasks with labels, where the server evaluates
 _LOWER_IS_BETTER = {
     "loss", TIME, *(name for info in TASKS.values() for name in info.lower_is_better)
 }  # fmt: skip

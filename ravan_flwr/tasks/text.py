@@ -75,13 +75,31 @@ class Text(Classification):
 TASK = Text
 
 
+# Architectures whose positions begin after the number of the padding token, as RoBERTa's do.
+_AFTER_PADDING = (
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
+    "mpnet", "longformer", "luke", "ibert", "data2vec-text", "esm",
+)  # fmt: skip
+
+
+def max_tokens(model_config: Mapping[str, Any]) -> int | None:
+    """Return for how many tokens of a text the model has positions; None: for any number."""
+    positions = model_config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    if model_config.get("model_type") not in _AFTER_PADDING:
+        return positions
+    padding = model_config.get("pad_token_id")
+    return positions - 1 - (padding if isinstance(padding, int) else 1)
+
+
 def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
     """Raise ValueError if texts may have more tokens than the model has positions."""
-    positions = model_config.get("max_position_embeddings")
-    if isinstance(positions, int) and max_length > positions:
+    positions = max_tokens(model_config)
+    if positions is not None and max_length > positions:
         raise ValueError(
-            f"max-length = {max_length}: the model has {positions} positions, expected at "
-            f"most so many; set max-length={positions}, or in the preset's data"
+            f"max-length = {max_length}: the model has positions for {positions} tokens, expected "
+            f"at most so many; set max-length={positions}, or in the preset's data"
         )
 
 
@@ -110,6 +128,11 @@ def load_tokenizer(folder: Path) -> Any:
     with model_file_errors(str(folder), "tokenizer's files"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
+        )
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"model {folder}: its tokenizer is a {type(tokenizer).__name__}, which transformers "
+            "has in Python alone, expected one with a tokenizer.json; choose another model"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

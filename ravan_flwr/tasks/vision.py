@@ -45,6 +45,11 @@ class Vision(Classification):
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / PROCESSOR).is_file():
+            if "image_size" not in self.model_config:
+                raise ValueError(
+                    f"model {folder}: its config.json has no image_size, expected one, or a "
+                    f"{PROCESSOR} beside it; add one of them, or choose another model"
+                )
             log.info(
                 "model %s has no %s: images are resized to %d x %d, and pixels scaled to [-1, 1]",
                 *(folder, PROCESSOR, *self._input_shape[1:]),
@@ -90,7 +95,9 @@ class Vision(Classification):
             "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
             "labels": datasets.Value("int64"),
         }
-        settings = {"reader": self.reader.to_dict(), "labels": self.data.labels}
+        settings = {
+            "reader": self.reader.to_dict(), "channels": self._channels, "labels": self.data.labels
+        }  # fmt: skip
         return encoded_as_it_is(mapped(numbered, encoded, features, settings))
 
     def _without_processor(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
@@ -126,7 +133,11 @@ class Vision(Classification):
     def _input_shape(self) -> tuple[int, int, int]:
         """Return the channels, height and width of the model's input."""
         height, width = _height_and_width(self.model_config["image_size"])
-        return int(self.model_config.get("num_channels", 3)), height, width
+        return self._channels, height, width
+
+    @property
+    def _channels(self) -> int:
+        return int(self.model_config.get("num_channels", 3))
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
@@ -142,7 +153,7 @@ class Vision(Classification):
         A processor may return images of different sizes; these cannot be stacked.
         """
         read = self.reader(
-            images=[_rgb(image) for image in images],
+            images=[_for_processor(image, self._channels) for image in images],
             do_rescale=False,
             do_normalize=False,
             return_tensors="np",
@@ -150,9 +161,12 @@ class Vision(Classification):
         return cast(np.ndarray, read["pixel_values"])
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        sides = (config.num_channels, *_height_and_width(config.image_size))
+        if hasattr(config, "image_size"):
+            height, width = _height_and_width(config.image_size)
+        else:
+            height, width = self._pixels([Image.new("RGB", (64, 64))]).shape[2:]
         return {
-            "pixel_values": ((batch_size, *sides), torch.float32),
+            "pixel_values": ((batch_size, config.num_channels, height, width), torch.float32),
             "labels": ((batch_size,), torch.int64),
         }
 
@@ -212,16 +226,21 @@ def _affine(
     return factor / stds, -means / stds
 
 
-def _rgb(image: Any) -> Any:
-    """Return an image with three channels of bytes, as a processor expects."""
+def _for_processor(image: Any, channels: int) -> Any:
+    """Return an image of bytes with the model's channels, as its processor expects."""
     if hasattr(image, "convert"):
         check_bits(image.mode, "an image")
-        return image.convert("RGB")
+        return image.convert(_mode(channels))
     array = np.asarray(image)
     if array.dtype.kind == "f":
         array = (array * 255).round()
     array = array.astype(np.uint8)
-    return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
+    return np.repeat(array[..., None], channels, axis=-1) if array.ndim == 2 else array
+
+
+def _mode(channels: int) -> str:
+    """Return Pillow's mode for images with that number of channels."""
+    return "L" if channels == 1 else "RGB"
 
 
 def _images(values: Sequence[Any], feature: Any) -> list[Any]:
@@ -253,7 +272,7 @@ def _bytes(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Convert an image to (channels, height, width), in [0, 255]."""
     channels, height, width = shape
     check_bits(image.mode, "an image")
-    image = image.convert("L" if channels == 1 else "RGB")
+    image = image.convert(_mode(channels))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(image)

@@ -12,6 +12,7 @@ from logging import getLogger
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
@@ -209,6 +210,15 @@ class AdaptedModel:
         """List the parameters for the client's optimiser, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
+
+    def set_training(self) -> None:
+        """Set the network to training, except normalisations with running statistics.
+
+        Their statistics are pretrained and never travel, so no client's batches may change them.
+        """
+        for module in self.network.train().modules():
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                module.eval()
 
     def make_step(
         self, parameters: Sequence[Tensor], settings: TrainingSettings,

@@ -152,7 +152,7 @@ class TrainingLoop:
         self.scaler = model.scaler if scales else no_scaler(self.device)
         self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         self.losses: list[Tensor] = []
-        model.network.train()
+        model.set_training()
 
     def draw_batches(self) -> Iterator[np.ndarray]:
         """Yield the rows of each step's batch, without end."""

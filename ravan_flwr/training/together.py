@@ -51,7 +51,8 @@ def reason_for_one_by_one(model: AdaptedModel, task: Task, settings: TrainingSet
             or settings.packing
         ),
         "the network normalises over the examples of a batch": any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules
+            isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats
+            for module in modules
         ),
         "the network has dropout, whose draws are each client's own": any(
             isinstance(value, float) and value > 0 for value in dropout
@@ -243,7 +244,7 @@ def _train(
         return losses.detach()
 
     step = model.make_step(parameters, settings, no_scaler(model.device), backward, clients=number)
-    model.network.train()
+    model.set_training()
     examples, order = _joint_batches(task, clients)
     batches = read_batches(examples, task.collate, order, model.device)
     losses = [step([next(batches)]) for _ in range(settings.num_steps)]

@@ -93,6 +93,46 @@ def test_an_architecture_trains_and_exports_give_the_runs_loss(kind, method, set
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_clients_leave_the_statistics_of_batch_normalisations(settings, tmp_path):
+    """They never travel, so that a reloaded result has those of the pretrained model."""
+    torch.manual_seed(0)
+    config = transformers.MobileViTConfig(
+        image_size=32, hidden_sizes=[8] * 3, neck_hidden_sizes=[8] * 7, num_attention_heads=2,
+        initializer_range=0.5,
+    )  # fmt: skip
+    transformers.MobileViTModel(config).save_pretrained(tmp_path / "model")
+    model = {"model": str(tmp_path / "model"), "output-dir": str(tmp_path / "runs")}
+    run = simulate(settings("vit") | model, 3)
+    with result_of(run.run_dir) as loaded:
+        measured = loaded.evaluate()
+    assert measured["loss"] == pytest.approx(run.summary["metrics"]["final"]["loss"], rel=1e-4)
+
+
+def test_a_model_that_names_no_size_of_images_takes_its_processors(settings, tmp_path):
+    """CvT's config.json has none; without a processor it is refused."""
+    config = transformers.CvtConfig(
+        embed_dim=[8] * 3, num_heads=[1] * 3, depth=[1, 2, 3], drop_path_rate=[0.0] * 3
+    )
+    transformers.CvtModel(config).save_pretrained(tmp_path)
+    own = settings("vit") | {"model": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"no image_size, .* preprocessor_config\.json"):
+        _ = loaded_with(own).task.reader
+    transformers.ViTImageProcessor(size={"height": 48, "width": 32}).save_pretrained(tmp_path)
+    task = make_task(read_config(own))
+    assert task.shapes(config, 4)["pixel_values"][0] == (4, 3, 48, 32)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("bert", 12), ("roberta", 10), ("mpnet", 10)])
+def test_a_text_has_at_most_as_many_tokens_as_the_model_takes(kind, tokens, settings, tmp_path):
+    """RoBERTa and MPNet count positions from 2 on: `max_position_embeddings` is 2 too many."""
+    model = str(save_model(kind, tmp_path / kind, max_position_embeddings=12))
+    longest = loaded_with(settings("llama"), model=model, max_length=tokens)
+    longest.task.check_sizes()
+    longest.model.network(input_ids=torch.full((1, tokens), 5))
+    with pytest.raises(ValueError, match=f"set max-length={tokens},"):
+        loaded_with(settings("llama"), model=model, max_length=tokens + 1).task.check_sizes()
+
+
 def private(settings, method):
     """Load a model for private examples, with a trained classifier if it has one."""
     trained = {} if settings["preset"] == "newsgroups-t5" else {"classifier": "trained"}

@@ -105,6 +105,17 @@ def test_an_exported_adapter_has_the_runs_bases_and_can_be_trained(options, tmp_
         assert not torch.equal(layer.ravan_H["default"], old)
 
 
+def test_a_merged_export_of_grey_images_is_the_model_of_another_run(tmp_path):
+    """Its processor's images have the one channel that the model takes; pixels are rounded."""
+    finished = run_of(tmp_path / "first", local_steps=10)
+    export_run(finished.run_dir, "merged", tmp_path / "model")
+    evaluated = run_of(
+        tmp_path / "second", model=str(tmp_path / "model"), method="none", classifier="frozen"
+    )
+    expected, actual = (run.summary["metrics"]["final"] for run in (finished, evaluated))
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+
+
 def test_a_form_that_the_method_lacks_is_refused(run, tmp_path, capsys):
     method, words = run.summary["method"], [*client_words(run), tmp_path / "x"]
     if method in OF_WEIGHTS:

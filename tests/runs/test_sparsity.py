@@ -95,6 +95,15 @@ def test_sparsity_with_other_settings_resumes_to_the_same_bits(settings, tmp_pat
     assert settings.get("privacy") or same_bits(saved(uninterrupted), saved(resumed))
 
 
+@pytest.mark.parametrize("method", ["fedit", "fedex-lora"])
+def test_bits_of_int8_are_drawn_alike_after_a_resume(method, tmp_path):
+    """A checkpoint has the tensors of the state in the order of their names."""
+    uninterrupted = run(tmp_path, method=method, wire="int8")
+    stopped = run(tmp_path, method=method, wire="int8", num_rounds=1)
+    resumed = run(tmp_path, method=method, wire="int8", resume=str(stopped.run_dir))
+    assert same_bits(saved(uninterrupted), saved(resumed))
+
+
 @pytest.mark.slow
 def test_simulated_time_and_max_bytes_count_sparse_bytes(tmp_path):
     times, num_rounds = [], []

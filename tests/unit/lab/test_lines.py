@@ -179,6 +179,15 @@ def test_a_classification_has_a_column_of_macro_f1(tmp_path, random_values):
         assert f"| {100 * np.mean(values):.1f} ± {50 * (high - low):.1f} |" in text
 
 
+def test_a_table_may_be_of_macro_f1(tmp_path):
+    """The server measures it for every classification; clients that evaluate do not."""
+    study = study_of(tmp_path, rows=["ravan"], metric="macro-f1")
+    assert study.tables[0].metric == "macro-f1"
+    for settings in ({"evaluate-on": "clients"}, {"preset": "general-nlp"}):
+        with pytest.raises(ValueError, match="metric = 'macro-f1': row 'ravan' measures loss"):
+            study_of(tmp_path, rows=["ravan"], metric="macro-f1", settings=settings)
+
+
 def test_a_missing_reference_row_and_missing_seeds_are_reported(tmp_path, random_values):
     """Differences are of the seeds that both rows have."""
     fedit, ravan = (random_values[name] for name in ("fedit", "ravan"))

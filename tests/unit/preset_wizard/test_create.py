@@ -126,6 +126,14 @@ def test_the_tokens_that_are_read_cover_99_of_100_texts(new, tmp_path):
     assert f"{config.max_length} tokens of a text are read" in output
 
 
+def test_no_more_tokens_are_read_than_the_model_takes(new, tmp_path):
+    """RoBERTa counts positions from 2 on: BERTweet's 130 are for 128 tokens."""
+    model = save_model("roberta", tmp_path / "model", max_position_embeddings=30)
+    rows = [{"text": "a " * 100, "label": "xy"[n % 2]} for n in range(20)]
+    _, config = new("long", as_lines(tmp_path / "data", rows), model)
+    assert config.max_length == 28
+
+
 def test_images_are_detected_and_split(new, refused, images, texts, bert, tmp_path):
     vit = save_model("vit", tmp_path / "vit")
     (tmp_path / "flat").mkdir()

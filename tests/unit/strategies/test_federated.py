@@ -448,6 +448,23 @@ def test_a_run_resumes_from_a_saved_adapter(tmp_path):
     assert_close(numbers(second), expected, 0)
 
 
+def test_an_adapter_of_another_name_is_saved_in_a_folder_of_that_name(tmp_path):
+    """As PEFT does; clients, too, work on the active adapter, whatever its name."""
+
+    def named():
+        torch.manual_seed(0)
+        return get_peft_model(Network(), ravan(), adapter_name="ours")
+
+    initial = ArrayRecord(get_peft_model_state_dict(named(), adapter_name="ours"))
+    strategy = train_only()
+    apps = [federated(train_fn, lambda _: named())] * 2
+    expected = numbers(strategy.start(Grid(apps), initial, num_rounds=1))
+    strategy.save(tmp_path, named())
+    loaded = PeftModel.from_pretrained(Network(), tmp_path / "ours")
+    saved = ArrayRecord(get_peft_model_state_dict(loaded))
+    assert_close({name: array.numpy() for name, array in saved.items()}, expected, 0)
+
+
 def test_what_fedex_lora_adds_to_weights_is_in_no_adapter(tmp_path):
     strategy = train_only(strategies.FedExLoraStrategy)
     model = make_model(lora)

@@ -11,7 +11,7 @@ import transformers
 from datasets import Value
 
 from ravan_flwr.tasks.base import encoded_as_it_is, mapped
-from ravan_flwr.tasks.text import tokenize
+from ravan_flwr.tasks.text import load_tokenizer, tokenize
 from tests.own_models import make_bert
 
 
@@ -55,3 +55,13 @@ def test_a_length_without_room_for_a_word_is_refused(tmp_path):
             tokenize(tokenizer, length, ["a freeware browser"])
     with pytest.raises(ValueError, match="expected at least 4"):
         tokenize(tokenizer, 3, ["a"], ["b"])
+
+
+def test_a_tokenizer_in_python_is_refused(tmp_path):
+    """BERTweet has one: it cannot be described, as the cache of encoded texts needs it."""
+    (tmp_path / "vocab.txt").write_text("a 2\nbrowser 1\n")
+    (tmp_path / "bpe.codes").write_text("a b 1\n")
+    files = (str(tmp_path / name) for name in ("vocab.txt", "bpe.codes"))
+    transformers.BertweetTokenizer(*files).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a BertweetTokenizer, .* tokenizer\.json"):
+        load_tokenizer(tmp_path)
