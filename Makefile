@@ -70,7 +70,7 @@ compat: $(INSTALLED)
 	    --target .compat/$$version flwr==$$version || { failed=1; continue; }; \
 	  PYTHONPATH=$(CURDIR)/.compat/$$version:$(CURDIR) $(BIN)/python -m pytest -n 0 $(COMPAT) $(ARGS) || failed=1; \
 	done; exit $$failed
-COMPAT = tests/unit/test_flower_private.py tests/unit/server/test_superlink.py tests/processes/test_deploy_files.py \
+COMPAT = tests/unit/test_flower_private.py tests/unit/server/test_superlink_calls.py tests/processes/test_deploy_files.py \
 	tests/flower/test_flower.py tests/flower/test_deployment.py
 
 bench: $(INSTALLED)
