@@ -184,6 +184,10 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
         return shown(paired(one, two), metric, signed=True)
 
     yield metric, shown([*mine.values()], metric)
+    if all("macro-f1" in x["final"] for x in lines.values()):
+        last = table.get("mean-of-last", 1)
+        macro_f1 = [statistics.mean(x["curve"]["macro-f1"][-last:]) for x in lines.values()]
+        yield "macro-F1", shown(macro_f1, "macro-f1")
     yield "by seed", " ".join(shown([x], metric) for x in mine.values())
     yield f"to {against}", differ(title, against)
     last = table.get("compare-last", 0)
