@@ -15,6 +15,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import frlora
 from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.tasks import MACRO_F1
 from ravan_flwr.training.local_steps import ClientWork, make_training_settings, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests import short_runs
@@ -89,7 +90,8 @@ def test_the_records_have_the_bytes_of_the_definition(run):
 def test_the_exported_model_is_the_servers(run):
     folder = run.run_dir / ("adapter" if run.summary["method"] == "fslora" else "merged")
     with result_of(run.run_dir) as loaded:
-        assert loaded.evaluate() == pytest.approx(run.summary["metrics"]["final"])
+        final = run.summary["metrics"]["final"]
+        assert loaded.evaluate() == pytest.approx({k: final[k] for k in final if k != MACRO_F1})
         expected = examples_and_logits(loaded)
         exported = check_logits(folder, loaded, expected)
         if folder.name == "adapter":
