@@ -108,12 +108,12 @@ class Aggregate:
         self._max_move = 0.0  # the largest learning rate times steps among the clients
         self._alone: dict[str, float] = {}  # by tensor: the largest norm of one upload
 
-    def check_form(self, upload: Mapping[str, Tensor], fraction: float = 1.0) -> None:
+    def check_form(self, upload: Mapping[str, Tensor], fraction: float) -> None:
         """Raise ValueError if an upload has wrong names, shapes or types for that budget."""
         check_upload(self.method, upload, self._classifier, fraction)
 
     def check(
-        self, upload: Mapping[str, Tensor], fraction: float = 1.0, max_move: float = 0.0
+        self, upload: Mapping[str, Tensor], fraction: float, max_move: float
     ) -> dict[str, float]:
         """Return the `norms_if_alone` of an upload; raise ValueError if it changes too much.
 
@@ -296,12 +296,6 @@ class CalibrationSums:
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add an upload that was checked."""
         self._sums.add(upload, weight)
-
-    def check_and_add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
-        self.check_form(upload)
-        self.check(upload)
-        self.add(upload, weight)
 
     def close(self) -> tuple[Tensors, Tensors]:
         """Return the fixed tensors, and the tensors that they change in the initial state."""
