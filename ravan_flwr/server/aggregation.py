@@ -297,6 +297,12 @@ class CalibrationSums:
         """Add an upload that was checked."""
         self._sums.add(upload, weight)
 
+    def check_and_add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
+        self.check_form(upload)
+        self.check(upload)
+        self.add(upload, weight)
+
     def close(self) -> tuple[Tensors, Tensors]:
         """Return the fixed tensors, and the tensors that they change in the initial state."""
         mean = self._sums.close()[self.calibration.name]

@@ -199,7 +199,7 @@ def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not(name, changes):
         sums.add({"sketch": ones}, 1.0)
     else:
         with pytest.raises(ValueError, match=r"changes change by 1 .*0.1 = learning-rate"):
-            sums.check({"change": ones})
+            sums.check_and_add({"change": ones}, 1.0)
 
 
 def test_a_given_norm_limits_changes_and_no_gradients():
