@@ -5,6 +5,7 @@ import torch
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import KEPT_BROADCASTS, Aggregate, ServerState
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.training.adapted_model import FINGERPRINT
@@ -67,6 +68,19 @@ def test_the_tensors_of_a_calibration_have_its_names():
     sums.check_form(form)
     with pytest.raises(ValueError, match=r"got tensors \['other', 'sketch'\]"):
         sums.check_form(form | {"other": torch.ones(1)})
+
+
+def test_a_calibration_has_the_mean_of_what_its_clients_sent():
+    method, _ = build("slora")
+    numbers = torch.randn(method.calibration.bytes_up // 4, generator=generator(3))
+    apart, at_once = calibration_sums(method), calibration_sums(method)
+    for part, weight in ((0.5, 1.0), (2.0, 2.0)):
+        apart.check_and_add({"change": part * numbers}, weight)
+    at_once.check_and_add({"change": 1.5 * numbers}, 1.0)
+    for one, other in zip(apart.close(), at_once.close(), strict=True):
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name])
 
 
 def make_state(tensors, memory=None, **settings):
