@@ -3,6 +3,7 @@
 - A test that is marked `slow` is left out, but for its first cases: `slow(kept=2)`.
 - Of a test with more than eight cases, such as one for every method, the first case and a quarter
   of the others are run. Tests take different quarters, so that together they run every method.
+- Tests of single modules (`tests/unit`) run all their cases, which take milliseconds.
 """
 
 import zlib
@@ -29,5 +30,5 @@ def _kept(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
     if (slow := cases[0].get_closest_marker("slow")) is not None:
         return cases[: slow.kwargs.get("kept", 0)]
     turn = zlib.crc32(name.rpartition("::")[2].encode()) % PART
-    few = len(cases) <= FEW
+    few = len(cases) <= FEW or name.startswith("tests/unit/")
     return [case for n, case in enumerate(cases) if few or n == 0 or n % PART == turn]

@@ -93,7 +93,7 @@ START = {"A": torch.zeros(2), "B": torch.zeros(3)}
 ONE = {"A": torch.ones(2), "B": torch.ones(3)}
 
 
-def test_a_resumed_state_goes_on_with_its_moments():
+def test_a_resumed_state_continues_with_its_moments():
     """A step of momentum 0.5 from zero to ones leaves a velocity of one, of which half remains."""
     state = make_state(START, **MOMENTUM)
     state.step(ONE)
@@ -111,7 +111,7 @@ def test_frozen_tensors_keep_their_moments_and_take_no_step():
     state.step(ONE, frozen=("A",))
     assert torch.equal(state.tensors["A"], torch.ones(2))
     assert torch.equal(state.tensors["B"], torch.full((3,), 1.5))
-    state.step(state.tensors)  # A goes on with its velocity of one, B with one of a half
+    state.step(state.tensors)  # A continues with its velocity of one, B with one of a half
     assert torch.equal(state.tensors["A"], torch.full((2,), 1.5))
     assert torch.equal(state.tensors["B"], torch.full((3,), 1.75))
 
