@@ -43,8 +43,7 @@ from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
-BAR = 1.25  # times FedAvg, which checks no reply
-REGISTRY_BAR = 0.010  # seconds
+BAR, REGISTRY_BAR = 0.5, 0.010
 
 
 def methods() -> tuple[dict[str, Method], dict[str, Method]]:

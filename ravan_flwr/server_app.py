@@ -54,8 +54,7 @@ from ravan_flwr.server.user_messages import (
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
 from ravan_flwr.specs import RESULT_FOLDERS, Scalar
-from ravan_flwr.tasks import MACRO_F1
-from ravan_flwr.tasks.tally import Tally, macro_f1
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 
 app = ServerApp()
@@ -259,8 +258,6 @@ def _make_evaluation(
         tally = Tally() if loaded.task.classifies else None
         with loaded.model.holding(from_record(arrays)):
             measured = loaded.evaluate(tally)
-        if tally is not None:
-            measured[MACRO_F1] = macro_f1(tally.by_class(loaded.task.data.labels))
         for name, value in measured.items():
             if not math.isfinite(value):
                 raise RuntimeError(

@@ -52,7 +52,6 @@ def evaluate(
     }
     if tally is not None:
         counted = class_report(tally, task.data.labels)
-        content["metrics"]["macro-f1"] = counted["macro-f1"]
         content |= {key: counted[key] for key in _COUNTED if key in counted}
     return content
 

@@ -26,9 +26,9 @@ from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.optional import ENCODE_EACH, load
 from ravan_flwr.seeding import derive
-from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks import MACRO_F1, get_task
 from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.tasks.tally import Tally, macro_f1
 from ravan_flwr.tasks.text import rounded_up
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.captured import CudaGraphs, GraphCache
@@ -181,10 +181,16 @@ class ModelAndData:
     def evaluate(
         self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
-        """Evaluate the model in its current state on the server's test sets, or on `sets`."""
+        """Evaluate the model in its current state on the server's test sets, or on `sets`.
+
+        With a tally the metrics have its macro-F1.
+        """
         chosen = self.test_sets if sets is None else sets
         precision, size = self.config.precision, self.task.evaluation_batch
-        return evaluate_all(self.model, self.task, chosen, size, precision, tally)
+        measured = evaluate_all(self.model, self.task, chosen, size, precision, tally)
+        if tally is not None:
+            measured[MACRO_F1] = macro_f1(tally.by_class(self.task.data.labels))
+        return measured
 
     @cached_property
     def _shared(self) -> Encoded:

@@ -49,7 +49,8 @@ def of_tables():
     yield T | {"contrasts": ["fedit", "fedit"]}, "contrasts = .* expected each row once"
     yield T | {"references": ["fedit", "fedit"]}, "references = .* expected each row once"
     yield T | {"metric": "acuracy"}, r"row 'ravan' measures loss, accuracy, .* mean 'accuracy'\?"
-    yield T | {"metric": "f1"}, "metric = 'f1': row 'ravan' measures loss, accuracy, macro-f1"
+    measured = "loss, accuracy, macro-f1, expected"
+    yield T | {"metric": "f1"}, f"metric = 'f1': row 'ravan' measures {measured}"
     of_pairs = {"preset": "glue-llama", "glue-task": "mnli"}
     on_clients = of_pairs | {"evaluate-on": "clients", "validation-share": 0.2}
     matched = {"metric": "accuracy-matched", "settings": on_clients}
