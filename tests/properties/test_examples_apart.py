@@ -104,6 +104,46 @@ def test_per_example_gradients_equal_the_loops_with_other_scales(name, changes):
     assert_close(gradients_by_example(model, parameters, x, y), expected, **TIGHT)
 
 
+def test_an_examples_gradient_is_that_of_the_mean_over_its_own_items():
+    """The loss is a mean over the items of all examples: three of one, none, and one."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2)
+    x, y = torch.randn(3, 4, 3), torch.randint(2, (3, 4))
+    sizes = torch.tensor([3, 0, 1])
+    counts = torch.arange(4) < sizes[:, None]  # (examples, tokens)
+    parameters = list(network.parameters())
+    found = ExampleGradients(network, parameters).of(
+        lambda: F.cross_entropy(network(x)[counts], y[counts]), sizes
+    )
+    for one, size in enumerate([3, 0, 1]):
+        own = F.cross_entropy(network(x[one, :size]), y[one, :size], reduction="sum")
+        expected = torch.autograd.grad(own / max(size, 1), parameters)
+        assert_close([gradients[one] for gradients in found], expected, **TIGHT)
+
+
+def test_hooks_see_the_trained_layers_inputs_and_are_removed():
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, seen = torch.randn(5, 3), []
+    with ExampleGradients(network, list(network[2].parameters())).hooked(on_input=seen.append):
+        network(x)
+    network(x)
+    assert_close(seen, [network[:2](x)])
+
+
+def test_the_bytes_of_gradients_are_those_of_the_tensors_that_are_held_at_once():
+    network = nn.Linear(3, 2)
+    gradients = gradients_by_example(
+        network, list(network.parameters()), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    )
+    sums = ClippedExamples(list(network.parameters()), StepNoise(1.0, 1.0)).sums
+    largest = gradients[0]
+    held = [*gradients, *sums, largest.double(), largest.clone()]
+    assert ExampleGradients(network, list(network.parameters())).num_bytes(5) == sum(
+        tensor.nbytes for tensor in held
+    )
+    assert ExampleGradients(network, []).num_bytes(5) == 0
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", BY_EXAMPLE)
@@ -206,6 +246,14 @@ class Mixes(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
+def with_first(gradients, value):
+    """Return copies of the tensors in which the first number is another one."""
+    copies = [gradient.clone() for gradient in gradients]
+    for gradient in copies:
+        gradient.view(-1)[0] = value
+    return copies
+
+
 @pytest.mark.parametrize(("between", "fails"), [(nn.Tanh(), False), (Mixes(), True)])
 def test_dependent_examples_are_detected(between, fails):
     torch.manual_seed(0)
@@ -218,13 +266,21 @@ def test_dependent_examples_are_detected(between, fails):
             check_independent(alone, together)
     else:
         check_independent(alone, together)
-        # NaN alone reveals nothing; NaN only in company shows a dependence.
-        broken = [torch.full_like(gradient, torch.nan) for gradient in together]
+        # NaN alone reveals nothing; NaN only in company shows a dependence. One number is enough.
+        broken = with_first(together, torch.nan)
         with pytest.raises(ValueError, match="from the untrained model that are not finite"):
-            check_independent([torch.full_like(gradient, torch.inf) for gradient in alone], broken)
+            check_independent(with_first(alone, torch.inf), broken)
         for one, other in ((alone, broken), (broken, together)):
             with pytest.raises(ValueError, match="depends on the other examples of its batch"):
                 check_independent(one, other)
+
+
+def test_gradients_that_differ_by_less_than_a_thousandth_are_independent():
+    alone = [torch.randn(1, 3, 2), torch.randn(1, 2)]
+    check_independent([torch.zeros(1, 3)], [torch.zeros(2, 3)])
+    check_independent(alone, [1.0009 * gradient for gradient in alone])
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        check_independent(alone, [1.0011 * gradient for gradient in alone])
 
 
 def test_a_layer_that_is_used_twice_counts_twice():

@@ -6,6 +6,8 @@ for a correct mechanism, and much better for a broken one.
 """
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import dp_accounting
 import pytest
@@ -47,6 +49,20 @@ def test_an_example_without_a_gradient_adds_nothing():
     clipped = empty(StepNoise(1.0, 0.5))
     clipped.add([torch.zeros_like(each) for each in gradients_of(2)])
     assert not any(total.any() for total in clipped.sums)
+
+
+def test_gradients_of_other_parameters_raise_and_add_nothing():
+    clipped = empty(StepNoise(1.0, 0.5))
+    with pytest.raises(ValueError, match="zip"):
+        clipped.add(gradients_of(2)[:1])
+    assert not any(total.any() for total in clipped.sums)
+
+
+@pytest.mark.parametrize(("device", "of_sums"), [("meta", "meta"), ("mps", "cpu")])
+def test_sums_are_on_the_parameters_device_if_it_has_float64(device, of_sums):
+    parameter: Any = SimpleNamespace(shape=(2,), device=torch.device(device))
+    (total,) = ClippedExamples([parameter], StepNoise(1.0, 0.5)).sums
+    assert total.device.type == of_sums
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])

@@ -215,7 +215,7 @@ class ClippedExamples:
         norms = joint_norms(gradients)
         finite = norms.isfinite()
         factors = (ROUNDING_MARGIN * self.noise.norm / norms).clamp(max=1.0)
-        factors = torch.where(finite & (norms > 0), factors, finite.double())
+        factors = torch.where(finite, factors, 0.0)
         clipped = []
         for total, grad in zip(self.sums, gradients, strict=True):
             rows = torch.where(finite[:, None].to(grad.device), grad.flatten(1), 0.0)
