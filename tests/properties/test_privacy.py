@@ -14,11 +14,13 @@ import dp_accounting
 import pytest
 import torch
 from dp_accounting import rdp
+from scipy.optimize import brentq
 from scipy.stats import beta, kstest
+from scipy.stats import norm as normal
 
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, expand_to_state
-from ravan_flwr.privacy import mechanism
+from ravan_flwr.privacy import account, mechanism
 from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian
 from ravan_flwr.seeding import generator
@@ -213,6 +215,32 @@ def test_noise_is_calibrated_to_just_within_epsilon():
     assert 1.98 < find_epsilon(z, 0.1, 1e-5, 30) <= 2.0
     with pytest.raises(ValueError, match=r"epsilon = 1e-09: 5 releases .* even with a noise"):
         multiplier_for(1e-9, 0.5, 1e-5, 5)
+    assert multiplier_for(1000.0, 1.0, 1e-5, 1) == 0.1
+
+
+@pytest.mark.parametrize(("epsilon", "number"), [(1.0, 1), (2.0, 4), (0.5, 30)])
+def test_the_multiplier_without_sampling_equals_the_exact_one(epsilon, number):
+    """That many releases are one with noise z / sqrt(number); its delta is Balle and Wang's."""
+
+    def excess_delta(z):
+        larger, smaller = normal.cdf([0.5 / z - epsilon * z, -0.5 / z - epsilon * z])
+        return larger - math.exp(epsilon) * smaller - 1e-5
+
+    exact = math.sqrt(number) * brentq(excess_delta, 0.1, 100.0)
+    assert exact <= multiplier_for(epsilon, 1.0, 1e-5, number) <= exact * (1 + 2e-4)
+
+
+@pytest.mark.parametrize("z", [0.1, 10.0, 1000.0])
+def test_the_smallest_multiplier_within_epsilon_is_returned(z, monkeypatch):
+    """The least one, the first that is tried, and the largest, with an account by hand."""
+    monkeypatch.setattr(account, "find_epsilon", lambda noise, rate, delta, number: number / noise)
+    assert multiplier_for(3 / z, 1.0, 1e-5, 3) == z
+    less = math.nextafter(3 / z, 0.0)
+    if z == 1000.0:
+        with pytest.raises(ValueError, match="even with a noise multiplier of 1000; raise"):
+            multiplier_for(less, 1.0, 1e-5, 3)
+    else:
+        assert z < multiplier_for(less, 1.0, 1e-5, 3) <= z * (1 + 1e-4)
 
 
 # The audit.
@@ -297,10 +325,6 @@ def test_seeded_noise_is_detected(monkeypatch):
     monkeypatch.setattr(mechanism, "gaussian", seeded)
     noise = released([])
     assert lower_bound(released, lambda new: statistic(new) - statistic(noise)) > CLAIMED
-
-
-def test_the_least_multiplier_is_returned_where_it_is_enough():
-    assert multiplier_for(1000.0, 1.0, 1e-5, 1) == 0.1
 
 
 def test_without_dp_accounting_an_error_names_the_extra(monkeypatch):
