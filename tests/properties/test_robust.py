@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.serverapp.strategy.multikrum import select_multikrum
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravan_flwr.config.keys import KEYS, KRUM
 from ravan_flwr.config.run_config import read_config
@@ -45,6 +46,27 @@ def test_robust_sums_equal_a_plain_loop(rows):
             STATISTICS[how]({"x": old}, {"x": replies})["x"],
             torch.tensor(expected, dtype=torch.float32),
         )
+
+
+class Largest(TorchDispatchMode):
+    """Note the largest number of float64 numbers in a tensor that is computed."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_replies_are_compared_in_blocks_of_a_bounded_size(how):
+    """The replies are kept in float32; 2^18 of their numbers, 2 MB, are in float64 at a time."""
+    replies = {"x": [torch.zeros(400_000) for _ in range(5)]}
+    with Largest() as largest:
+        STATISTICS[how]({"x": torch.ones(400_000)}, replies)
+    assert 2**17 < largest.numbers <= 2**18
 
 
 def test_an_unknown_statistic_is_refused():

@@ -110,6 +110,20 @@ def test_the_limits_are_those_of_the_documents_to_the_number():
             limit.check_growth("B", torch.zeros(numbers), 1.001 * most)
 
 
+def test_without_known_steps_no_change_is_allowed():
+    limit, old = UpdateNormCheck(None), {"B": torch.ones(100)}
+    limit.check(size(0.0))
+    limit.check_state(old, old)
+    with pytest.raises(ValueError, match="expected at most 0, which is what 0 = learning-rate x"):
+        limit.check(size(1e-3))
+    for check in (
+        lambda: limit.check_state(old, {"B": 1.001 * old["B"]}),
+        lambda: limit.check_growth("B", old["B"], 10.01),
+    ):
+        with pytest.raises(ValueError, match="norm of B would grow by 0.01 .*, expected at most 0"):
+            check()
+
+
 def test_a_given_limit_is_that_of_the_norm_and_of_products_of_changes():
     limit = UpdateNormCheck(2.0)
     limit.check({"x": Change(0.2, 0.0, 100)})  # a norm of 2 to the bit
