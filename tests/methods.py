@@ -99,6 +99,12 @@ def some_state(method, adapters, seed=1):
     return aggregate(method, state, uploads)
 
 
+def build_mid_run(name="ravan", **changes):
+    """Return method, adapters, and the state after a round."""
+    method, adapters = build(name, **changes)
+    return method, adapters, some_state(method, adapters)
+
+
 def personal_state(method, adapters):
     """Return the personal parameters in the adapters; None if the method has none."""
     return None if method.personal is None else method.personal.collect(adapters)

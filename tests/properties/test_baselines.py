@@ -28,9 +28,9 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
+    build_mid_run,
     build_with_network,
     deltas,
-    some_state,
     train_client,
 )
 from tests.reference import best_of_rank, hetlora_mean, weighted_mean
@@ -53,8 +53,7 @@ def train_all(method, adapters, state, seeds):
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=5))
 def test_fedits_error_is_the_covariance_of_the_clients_factors(seeds):
-    method, adapters = build("fedit", lora_scale=0.5)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fedit", lora_scale=0.5)
     uploads = train_all(method, adapters, state, seeds)
     new = aggregate(method, state, uploads)
     pairs = [method.split(upload) for upload, _ in uploads]
@@ -70,8 +69,7 @@ def test_fedits_error_is_the_covariance_of_the_clients_factors(seeds):
 
 @pytest.mark.parametrize("examples", [[1, 1, 1], [3, 10, 200]])
 def test_fedit_equals_flowers_fedavg(examples):
-    method, adapters = build("fedit")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fedit")
     uploads = [upload for upload, _ in train_all(method, adapters, state, range(3))]
     InProcessGrid({}, 1)  # messages need a task's identity
     replies = []
@@ -127,8 +125,7 @@ def test_a_residual_is_sent_in_its_smallest_form():
 
 @given(CLIENTS)
 def test_hetlora_pads_and_weights_by_the_norm_of_the_product(clients):
-    method, adapters = build("hetlora", rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("hetlora", rank=4)
     uploads = replies(method, adapters, state, clients)
     Bs, As = method.split(aggregate(method, state, uploads))
     for layer in range(len(LAYERS)):
@@ -147,8 +144,7 @@ def test_an_unchanged_hetlora_layer_keeps_its_values():
 @pytest.mark.parametrize("name", ["hetlora", "flexlora", "raflora"])
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75, 1.0])
 def test_a_client_receives_the_first_ranks(name, fraction):
-    method, adapters = build(name, rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name, rank=4)
     rank = affordable(fraction, 4)
     Bs, As = method.split(state)
     method.load(adapters, method.broadcast(state, fraction))
@@ -159,8 +155,7 @@ def test_a_client_receives_the_first_ranks(name, fraction):
 
 @given(CLIENTS)
 def test_flexlora_is_the_best_low_rank_approximation_of_the_mean_product(clients):
-    method, adapters = build("flexlora", rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("flexlora", rank=4)
     uploads = replies(method, adapters, state, clients)
     new = aggregate(method, state, uploads)
     Bs, As = method.split(new)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.methods.fedrpca import sparse_part
-from tests.methods import aggregate, build, some_state, train_client
+from tests.methods import aggregate, build_mid_run, train_client
 
 CLIENTS = st.lists(
     st.tuples(st.sampled_from([0.34, 0.67, 1.0]), st.integers(0, 99)), min_size=1, max_size=5
@@ -52,8 +52,7 @@ def heads_in(upload, method):
 @pytest.mark.slow
 @given(CLIENTS)
 def test_a_round_adds_the_low_rank_part_and_amplifies_the_sparse_part(clients):
-    method, adapters = build("fedrpca")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fedrpca")
     replies = [(train_client(method, adapters, state, *c), c[0]) for c in clients]
     new = aggregate(method, state, replies)["H"].flatten(0, 1).double()
     sent = [heads_in(upload, method) for upload, _ in replies]

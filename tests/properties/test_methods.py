@@ -17,6 +17,7 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
+    build_mid_run,
     build_with_network,
     deltas,
     personal_state,
@@ -59,8 +60,7 @@ def _weight_of(network, layer):
 @every_method
 @given(CLIENTS, st.randoms())
 def test_the_order_of_replies_does_not_matter(name, clients, shuffler):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
     once = aggregate(method, state, uploads)
     shuffler.shuffle(uploads)
@@ -73,8 +73,7 @@ def test_the_order_of_replies_does_not_matter(name, clients, shuffler):
 
 @every_method
 def test_unchanged_clients_leave_the_state_unchanged(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     before = deltas(method, adapters, state)
     uploads = []
     for _ in range(3):
@@ -88,8 +87,7 @@ def test_unchanged_clients_leave_the_state_unchanged(name):
 @every_method
 @given(NETWORKS, st.integers(0, 99), st.sampled_from([1.0, 0.5]))
 def test_a_single_client_gets_its_own_delta_weight(name, layers, seed, scale):
-    method, adapters = build(name, layers=layers, lora_scale=scale)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name, layers=layers, lora_scale=scale)
     upload = train_client(method, adapters, state, 1.0, seed)
     own = [delta.clone() for delta in method.delta_weights(adapters)]
     part = personal_state(method, adapters)
@@ -103,8 +101,7 @@ def test_a_single_client_gets_its_own_delta_weight(name, layers, seed, scale):
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in INEXACT])
 @given(NETWORKS, st.lists(st.integers(0, 99), min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
 def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, seeds, scale):
-    method, adapters = build(name, layers=layers, lora_scale=scale)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name, layers=layers, lora_scale=scale)
     for _ in range(2):  # the second round begins at the end of the first
         uploads, each = [], []
         for seed in seeds:
@@ -120,8 +117,7 @@ def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, se
 def test_a_weight_equals_repeated_replies(name, clients):
     if "weighting" in METHODS[name].ignores:
         clients = [(fraction, 1) for fraction, _ in clients]
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     weighted, repeated = [], []
     for seed, (fraction, weight) in enumerate(clients):
         upload = train_client(method, adapters, state, fraction, seed)
@@ -189,8 +185,7 @@ def test_the_network_is_restored_to_the_bit(name):
 
 @every_method
 def test_messages_share_no_memory_with_the_model(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     copies = {k: v.clone() for k, v in state.items()}
     upload = train_client(method, adapters, state, 1.0, 3)
     sent = {k: v.clone() for k, v in upload.items()}
@@ -281,8 +276,7 @@ BAD_TENSORS = {
 @every_method
 @pytest.mark.parametrize("case", BAD_TENSORS)
 def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(name, case):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     good = train_client(method, adapters, state, 1.0, 1)
     for key in (key for key, tensor in good.items() if tensor.is_floating_point()):
         changed = BAD_TENSORS[case](good[key])
@@ -314,8 +308,7 @@ def test_the_classifier_is_averaged_over_all_clients(name):
 
 @every_method
 def test_a_round_without_replies_keeps_the_state(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, _, state = build_mid_run(name)
     new = aggregate(method, state, [])
     assert all(torch.equal(new[key], state[key]) for key in state)
 
@@ -336,8 +329,7 @@ def test_layers_draw_different_values_from_one_seed():
 
 @every_method
 def test_a_small_budget_is_sent_the_same_as_others_unless_the_method_says_so(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, _, state = build_mid_run(name)
     whole, small = (method.broadcast(state, fraction) for fraction in (1.0, 0.5))
     same = all(torch.equal(small[key], tensor) for key, tensor in whole.items())
     assert same != method.cuts_broadcast

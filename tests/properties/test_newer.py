@@ -21,6 +21,7 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
+    build_mid_run,
     build_with_network,
     deltas,
     some_state,
@@ -72,8 +73,7 @@ def replies(method, adapters, state, clients):
 
 def round_of(name, clients, **changes):
     """Return a method during a run, its adapters, the state, and replies by (fraction, seed)."""
-    method, adapters = build(name, **changes)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name, **changes)
     return method, adapters, state, replies(method, adapters, state, clients)
 
 
@@ -123,8 +123,7 @@ def test_methods_with_a_fixed_a_train_and_send_b_alone(name, received):
 
 
 def test_fedsvd_keeps_the_state_if_all_clients_send_zero():
-    method, adapters = build("fedsvd")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fedsvd")
     zero = {"B": torch.zeros_like(state["B"])}
     new = aggregate(method, state, [(zero, 1.0)])
     assert all(not delta.any() for delta in deltas(method, adapters, new))
@@ -218,8 +217,7 @@ def test_the_bound_holds_also_for_contradictory_clients(seed):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_lora_fair_has_no_correction_without_a_cosine(sign):
     """Replies that cancel each other: the mean of B, or also that of A, is zero."""
-    method, adapters = build("lora-fair")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("lora-fair")
     sent = train_client(method, adapters, state, 1.0, 0)
     opposite = {"B": -sent["B"], "A": sign * sent["A"]}
     new = aggregate(method, state, [(sent, 1.0), (opposite, 1.0)])
@@ -229,8 +227,7 @@ def test_lora_fair_has_no_correction_without_a_cosine(sign):
 
 def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
     """A reply whose B and A are far off, each within its limit, adds no more than that to B."""
-    method, adapters = build("lora-fair")
-    state = some_state(method, adapters)
+    method, _, state = build_mid_run("lora-fair")
     still = {name: tensor.clone() for name, tensor in state.items()}
     far = {name: tensor + 100.0 for name, tensor in state.items()}
     new = aggregate(method, state, [(still, 1.0), (still, 1.0), (far, 1.0)])
@@ -275,8 +272,7 @@ def test_with_full_budgets_a_method_equals_a_simpler_one(name, other, tolerance)
 
 def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(monkeypatch):
     """The whole product is zero; if others have the first rank only, the second rank is not."""
-    method, adapters = build("raflora")
-    state = some_state(method, adapters)
+    method, _, state = build_mid_run("raflora")
     bad = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for B, A in zip(*method.split(bad), strict=True):
         B[0], A[:, 0] = torch.tensor([300.0, -300.0]), 300.0
@@ -327,8 +323,7 @@ def test_what_the_factors_do_not_hold_is_added_to_the_weight(name, rounds, scale
 
 
 def test_floras_clients_of_a_round_start_equal_for_any_rank():
-    method, adapters = build("flora", rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("flora", rank=4)
     for fraction in (0.25, 0.5, 1.0):
         method.load(adapters, method.broadcast(state, fraction))
         method.choose(adapters, fraction, torch.Generator(), lambda: None)
@@ -340,8 +335,7 @@ def test_floras_clients_of_a_round_start_equal_for_any_rank():
 
 
 def test_a_flora_round_without_replies_reinitialises():
-    method, adapters = build("flora")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("flora")
     assert state["rounds"].tolist() == [1]
     assert aggregate(method, state, [])["rounds"].tolist() == [1]
     with pytest.raises(ValueError, match=r"got tensors .*expected 'rounds' among them"):
@@ -447,8 +441,7 @@ def test_a_fed_plora_client_starts_at_the_servers_model_for_any_modules(seed, fr
 
 
 def test_fed_ploras_modules_are_resampled_and_all_occur():
-    method, adapters = build("fed-plora", rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fed-plora", rank=4)
     drawn, again = (
         [int(train_client(method, adapters, state, 0.5, n)["modules"]) for n in range(40)]
         for _ in range(2)
@@ -459,8 +452,7 @@ def test_fed_ploras_modules_are_resampled_and_all_occur():
 
 @pytest.mark.parametrize("modules", [[0b0001], [0b0111], [0b110000], [0b10010001]])
 def test_a_reply_with_other_modules_than_its_budget_affords_is_refused(modules):
-    method, adapters = build("fed-plora", rank=4)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fed-plora", rank=4)
     upload = train_client(method, adapters, state, 0.5, 1)
     bad = upload | {"modules": torch.tensor(modules, dtype=torch.uint8)}
     with pytest.raises(ValueError, match=r"modules marks \[.*\], expected 2 of the first 4"):
@@ -510,8 +502,7 @@ def test_rolora_trains_as_many_parameters_as_fedit_in_two_rounds():
 
 @pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
 def test_a_robust_rolora_round_leaves_the_other_factor_unchanged(robust):
-    base, adapters = build("rolora")
-    state = some_state(base, adapters)
+    base, adapters, state = build_mid_run("rolora")
     for number, turn, other in ((1, "B", "A"), (2, "A", "B")):
         method = base.in_round(number)
         sums = Aggregate(method, state, UpdateNormCheck(1e9), robust)

@@ -12,9 +12,9 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
+    build_mid_run,
     deltas,
     personal_state,
-    some_state,
     train_client,
 )
 
@@ -30,8 +30,7 @@ def test_methods_with_personal_parameters_are_marked_as_personalised():
 
 @every_personal
 def test_upload_and_personal_parameters_are_all_trained_parameters(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     upload = train_client(method, adapters, state, 1.0, 3)
     own = personal_state(method, adapters)
     assert not upload.keys() & own.keys()
@@ -45,8 +44,7 @@ def test_upload_and_personal_parameters_are_all_trained_parameters(name):
 
 @every_personal
 def test_personal_parameters_are_restored_to_the_bit_and_share_no_memory(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     train_client(method, adapters, state, 1.0, 3)
     own = personal_state(method, adapters)
     copies = {key: tensor.clone() for key, tensor in own.items()}
@@ -64,8 +62,7 @@ def test_personal_parameters_are_restored_to_the_bit_and_share_no_memory(name):
 
 @every_personal
 def test_a_client_does_not_depend_on_anothers_personal_parameters(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     alone = train_client(method, adapters, state, 1.0, 3), personal_state(method, adapters)
     train_client(method, adapters, state, 1.0, 4)
     other = personal_state(method, adapters)
@@ -77,8 +74,7 @@ def test_a_client_does_not_depend_on_anothers_personal_parameters(name):
 
 @every_personal
 def test_a_new_client_starts_from_the_common_state(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     before = deltas(method, adapters, state)
     assert any(delta.any() for delta in before) == METHODS[name].serves
     train_client(method, adapters, state, 1.0, 3)
@@ -142,8 +138,7 @@ def test_local_and_centralised_equal_fedit_of_one_client():
 
 @every_personal
 def test_an_upload_with_personal_parameters_is_refused(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     upload = train_client(method, adapters, state, 1.0, 3)
     with pytest.raises(ValueError, match="got tensors .*expected"):
         aggregate(method, state, [(upload | personal_state(method, adapters), 1.0)])

@@ -25,7 +25,7 @@ from ravan_flwr.privacy.account import find_epsilon, multiplier_for
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import check_finite
-from tests.methods import aggregate, build, some_state, train_client
+from tests.methods import aggregate, build, build_mid_run, some_state, train_client
 
 PRIVATE = [
     name for name, method in METHODS.items() if method.sums_changes and not method.all_clients
@@ -80,8 +80,7 @@ SMALL_BUDGETS = ("ravan", {"head_mean": "all"}, (1.0, 0.7, 0.4, 0.4))
 
 @pytest.mark.parametrize(("name", "changes", "fractions"), [*PLAIN, SMALL_BUDGETS])
 def test_without_noise_and_clipping_the_result_is_the_plain_mean(name, changes, fractions):
-    method, adapters = build(name, **changes)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name, **changes)
     uploads = [
         ({k: v for k, v in upload.items() if k != CLASSIFIER}, fraction)
         for upload, fraction in uploads_of(method, adapters, state, fractions)
@@ -94,8 +93,7 @@ def test_without_noise_and_clipping_the_result_is_the_plain_mean(name, changes, 
 
 @pytest.mark.parametrize("scoring", ["random", "weight"])
 def test_heads_are_trained_as_often_as_expected(scoring):
-    method, adapters = build("ravan", scoring=scoring)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("ravan", scoring=scoring)
     if scoring == "weight":
         state["H"][0, 1] = state["H"][0, 2]  # a tie, which is broken at random
     number, counts = 400, torch.zeros(2, 3)

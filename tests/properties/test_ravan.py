@@ -14,7 +14,15 @@ from ravan_flwr.methods.tensors import pack_bits, unpack_bits
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
-from tests.methods import LAYERS, SETTINGS, aggregate, build, some_state, train_client
+from tests.methods import (
+    LAYERS,
+    SETTINGS,
+    aggregate,
+    build,
+    build_mid_run,
+    some_state,
+    train_client,
+)
 from tests.reference import head_means
 
 SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
@@ -23,8 +31,7 @@ CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5
 
 @given(CLIENTS, st.sampled_from(["layer", "global"]))
 def test_ravan_averages_each_head_over_its_trainers(clients, selection):
-    method, adapters = build(selection=selection)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(selection=selection)
     uploads, plain = [], []
     for fraction, seed in clients:
         upload = train_client(method, adapters, state, fraction, seed)
@@ -45,8 +52,7 @@ def test_ravan_averages_each_head_over_its_trainers(clients, selection):
 @given(CLIENTS, st.sampled_from(["layer", "global"]))
 def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selection):
     """Also with mixed budgets: a client that did not train a head keeps the broadcast one."""
-    method, adapters = build(selection=selection, head_mean="all")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(selection=selection, head_mean="all")
     uploads, models = [], []
     for fraction, seed in clients:
         upload = train_client(method, adapters, state, fraction, seed)
@@ -65,8 +71,7 @@ def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selec
 def test_with_full_budgets_both_head_means_are_equal_to_the_bit():
     found = []
     for head_mean in ("trained", "all"):
-        method, adapters = build(head_mean=head_mean)
-        state = some_state(method, adapters)
+        method, adapters, state = build_mid_run(head_mean=head_mean)
         uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(3)]
         found.append(aggregate(method, state, uploads)["H"])
     assert torch.equal(*found)
@@ -85,8 +90,7 @@ def test_ravan_uploads_the_products_of_scale_and_head():
 
 
 def test_ravans_scales_start_at_one_in_every_round():
-    method, adapters = build()
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run()
     for fraction in (1.0, 0.5):
         train_client(method, adapters, state, fraction, 5)
     method.load(adapters, state)
@@ -171,8 +175,7 @@ BAD_UPLOADS = {
 @pytest.mark.parametrize("case", BAD_UPLOADS)
 def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(case):
     damage, message = BAD_UPLOADS[case]
-    method, adapters = build()
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run()
     good = train_client(method, adapters, state, 0.7, 1)
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     with pytest.raises(ValueError, match=message):
@@ -184,8 +187,7 @@ def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(case):
 
 
 def test_a_client_may_not_send_more_than_its_budget_fraction():
-    method, adapters = build()
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run()
     upload = train_client(method, adapters, state, 1.0, 1)
     with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
         Aggregate(method, state, UpdateNormCheck(1e9)).check_and_add(upload, 0.5)

@@ -17,7 +17,7 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.robust import STATISTICS, RobustRound, rank_by_krum
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
-from tests.methods import build, some_state, train_client
+from tests.methods import build, build_mid_run, some_state, train_client
 
 NUMBERS = st.one_of(st.none(), st.integers(-50, 50))
 HOW = KEYS["weighting"].choices[2:]
@@ -85,8 +85,7 @@ def accumulate(method, state, uploads, robust):
 @pytest.mark.parametrize("weighting", HOW)
 @pytest.mark.parametrize("name", ABLE)
 def test_one_false_reply_of_five_has_little_effect(name, weighting):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     state[CLASSIFIER] = torch.zeros(4)
     honest = train_client(method, adapters, state, 1.0, 5) | {CLASSIFIER: torch.ones(4)}
     false = {
@@ -107,8 +106,7 @@ def test_one_false_reply_of_five_has_little_effect(name, weighting):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ABLE)
 def test_identical_replies_and_their_order_change_nothing(name, how):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run(name)
     uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(5)]
     forth, back = (accumulate(method, state, order, how) for order in (uploads, uploads[::-1]))
     assert all(torch.equal(forth[key], back[key]) for key in forth)
@@ -120,8 +118,7 @@ def test_identical_replies_and_their_order_change_nothing(name, how):
 
 @pytest.mark.parametrize("how", BY_COORDINATE)
 def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
-    method, adapters = build("ravan")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("ravan")
     uploads = [(train_client(method, adapters, state, 1 / 3, seed), 1 / 3) for seed in range(6)]
     got = accumulate(method, state, uploads, how)["H"].flatten(0, 1)
     old = state["H"].flatten(0, 1)
@@ -142,8 +139,7 @@ def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
 
 def test_two_replies_do_not_change_the_state():
     """A node that claims more heads than the others is alone, or nearly, on some of them."""
-    method, adapters = build("ravan")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("ravan")
     small = [(train_client(method, adapters, state, 1 / 3, seed), 1 / 3) for seed in range(3)]
     lies = []
     for seed in (7, 8):
@@ -260,8 +256,7 @@ def test_krum_takes_one_reply_for_all_tensors_and_a_median_does_not():
 
 @pytest.mark.parametrize("how", KRUM)
 def test_four_replies_outvote_no_false_one_by_krum(how):
-    method, adapters = build("fedit")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("fedit")
     uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(4)]
     assert accumulate(method, state, uploads, how).keys() == state.keys()
     new = accumulate(method, state, uploads, how)

@@ -11,7 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.specs import Scalar
-from tests.methods import build, some_state, train_client
+from tests.methods import build_mid_run, train_client
 
 OTHER = {
     "heads": 5, "init": "gram-schmidt", "scaling": "constant", "scoring": "weight",
@@ -52,8 +52,7 @@ def test_keys_without_effect_are_reported(settings, idle):
 @pytest.mark.parametrize(("method", "key"), IGNORED)
 def test_a_key_that_a_method_ignores_changes_no_upload(method, key):
     def uploaded(**changes):
-        method_, adapters = build(method, **changes)
-        state = some_state(method_, adapters)
+        method_, adapters, state = build_mid_run(method, **changes)
         return state, train_client(method_, adapters, state, 1.0, 3)
 
     for one, other in zip(uploaded(), uploaded(**{key.replace("-", "_"): OTHER[key]}), strict=True):

@@ -15,7 +15,7 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import MeansByNorm
 from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
 from ravan_flwr.server.update_norm_check import Change, UpdateNormCheck, measure_changes
-from tests.methods import build, some_state, train_client
+from tests.methods import build, build_mid_run, some_state, train_client
 
 
 def size(value):
@@ -157,8 +157,7 @@ def test_an_impossible_next_state_is_refused():
 
 def test_a_non_finite_flexlora_product_is_refused():
     """Each factor is within a fixed limit, and their product is not finite."""
-    method, adapters = build("flexlora")
-    state = some_state(method, adapters)
+    method, adapters, state = build_mid_run("flexlora")
     upload = train_client(method, adapters, state, 1.0, 1)
     sums = Aggregate(method, state, UpdateNormCheck(1e30))
     sums.check_and_add({k: torch.full_like(v, 1e28) for k, v in upload.items()}, 1.0)
