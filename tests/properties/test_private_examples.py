@@ -87,6 +87,23 @@ def test_a_step_has_the_noise_of_the_multiplier_by_the_expected_examples():
     assert kstest((released.flatten().double() / scale).numpy(), "norm").pvalue > 1e-6
 
 
+def test_a_step_is_the_sum_plus_noise_by_the_expected_examples(monkeypatch):
+    random = generator(3, "noise")
+    drawn = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in SHAPES]
+    asked = []
+
+    def known(shape, scale):
+        asked.append((tuple(shape), scale))
+        return scale * drawn[len(asked) - 1]
+
+    monkeypatch.setattr(example_gradients, "gaussian", known)
+    clipped, gradients = empty(StepNoise(1.5, 40.0)), gradients_of(2)
+    clipped.add(gradients)
+    for each, noise, released in zip(gradients, drawn, clipped.noised_mean(4.0), strict=True):
+        torch.testing.assert_close(released, ((each.double().sum(0) + 60.0 * noise) / 4).float())
+    assert asked == [(shape, 60.0) for shape in SHAPES]
+
+
 def test_the_sum_is_divided_by_the_expected_number_of_examples():
     gradients = [torch.ones(7, *shape) for shape in SHAPES]
     for rows in (0, 1, 7):

@@ -214,8 +214,8 @@ class ClippedExamples:
         """Add the gradients of some examples, (examples, *shape) for each parameter."""
         norms = joint_norms(gradients)
         finite = norms.isfinite()
-        factors = (ROUNDING_MARGIN * self.noise.norm / norms).clamp(max=1.0)
-        factors = torch.where(finite, factors, 0.0)
+        # Of a norm that is zero the factor is 1, of an infinite or undefined one 0.
+        factors = (ROUNDING_MARGIN * self.noise.norm / norms).nan_to_num().clamp(max=1.0)
         clipped = []
         for total, grad in zip(self.sums, gradients, strict=True):
             rows = torch.where(finite[:, None].to(grad.device), grad.flatten(1), 0.0)
