@@ -24,6 +24,10 @@ from ravan_flwr.tasks.base import Measures
 from tests.methods import build, train_client
 
 FINGERPRINT = [1.0, 2.0]
+# What an honest client says of the first round.
+METRICS: dict[str, Any] = {
+    "round": 1, "train-loss": 1.0, "seconds": 0.1, "fingerprint": FINGERPRINT,
+}  # fmt: skip
 
 
 # A round's record and that of one of its clients, with every key that all runs write.
@@ -96,11 +100,18 @@ class Nodes(InProcessGrid):
         return self.reply(message, upload, number)
 
     def reply(self, message, upload, number):
-        values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "fingerprint": FINGERPRINT}
+        values = METRICS | {"round": number}
         if self.method.personal is not None and number:  # no calibration
             values["began-anew"] = 0
         records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
         return Message(RecordDict(records), reply_to=message)
+
+
+def as_reply(content, node_id=1, question=None):
+    """Return a reply with that content, or error, to a message with that id."""
+    message = Message(RecordDict(), node_id, "train")
+    message.metadata.__dict__["_message_id"] = question or str(uuid.uuid4())
+    return Message(content, reply_to=message)
 
 
 class Shifts:

@@ -1,12 +1,11 @@
 """Every baseline against the definition in its paper, by plain loops."""
 
 import copy
-import uuid
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from ravan_flwr.training.batching import training_batches
 from ravan_flwr.training.local_steps import ClientWork, calibrate_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import TrainingSettings
+from tests.hand_made import as_reply
 from tests.methods import (
     LAYERS,
     aggregate,
@@ -74,11 +74,9 @@ def test_fedit_equals_flowers_fedavg(examples):
     InProcessGrid({}, 1)  # messages need a task's identity
     replies = []
     for upload, number in zip(uploads, examples, strict=True):
-        request = Message(RecordDict(), 1, "train")
-        request.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         metrics = MetricRecord({"num-examples": number, "loss": 1.0})
         content = RecordDict({"arrays": ArrayRecord(upload), "metrics": metrics})
-        replies.append(Message(content, reply_to=request))
+        replies.append(as_reply(content))
     arrays, _ = FedAvg().aggregate_train(1, replies)
     ours = aggregate(
         method, state, [(u, 1.0, float(n)) for u, n in zip(uploads, examples, strict=True)]

@@ -19,7 +19,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import make_broadcast
 from ravan_flwr.server.update import read_trained
-from tests.hand_made import FINGERPRINT, Nodes, registered_client, strategy_of
+from tests.hand_made import FINGERPRINT, METRICS, Nodes, as_reply, registered_client, strategy_of
 from tests.methods import build, calibration_sums
 from tests.short_runs import same_bits
 
@@ -76,7 +76,7 @@ def contents(draw):
     )
     metrics = draw(st.dictionaries(keys, VALUES, max_size=6))
     if draw(st.booleans()):
-        metrics |= {"round": 1, "train-loss": 1.0, "seconds": 1.0, "fingerprint": FINGERPRINT}
+        metrics |= METRICS
     kind = draw(st.sampled_from(["metrics", "metrics", "metrics", "other", "config"]))
     if kind == "config":
         content["metrics"] = ConfigRecord({"round": 1, "train-loss": "x", "fingerprint": b"x"})
@@ -263,25 +263,15 @@ def test_no_hostile_reply_affects_the_calibration(method, changes, replies):
     for what in replies:
         if not isinstance(what, RecordDict):
             continue
-        message = Message(RecordDict(), node.node_id, "train")
-        message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        reply = as_reply(what, node.node_id)
         with pytest.raises(ValueError):  # noqa: PT011 (any that has a reason)
-            sums.check_and_add(
-                read_trained(Message(what, reply_to=message), node, 1, FINGERPRINT).upload, 1.0
-            )
+            sums.check_and_add(read_trained(reply, node, 1, FINGERPRINT).upload, 1.0)
 
 
 def test_the_memory_of_large_replies_is_released():
     """Twenty replies of 4 MB each are released."""
-    metrics: dict[str, Any] = {
-        "round": 1,
-        "train-loss": 1.0,
-        "seconds": 1.0,
-        "fingerprint": FINGERPRINT,
-    }
-    content = RecordDict(
-        {"arrays": to_record({"H": torch.zeros(1_000_000)}), "metrics": MetricRecord(metrics)}
-    )
+    arrays = to_record({"H": torch.zeros(1_000_000)})
+    content = RecordDict({"arrays": arrays, "metrics": MetricRecord(METRICS)})
     server = Server("ravan")
     server.close((), content)
     tracemalloc.start()

@@ -1,17 +1,17 @@
 """The server optimiser equals Flower's FedAvgM and FedAdam's formula."""
 
 import math
-import uuid
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvgM
 
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.server.aggregation import ServerOptimizer
+from tests.hand_made import as_reply
 from tests.methods import assert_close
 
 
@@ -52,12 +52,10 @@ def test_momentum_equals_flowers_fedavgm(rate, beta):
     for mean, ours in zip(
         rounds, run(ServerOptimizer("momentum", rate, beta), start, rounds), strict=True
     ):
-        request = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
-        request.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         content = RecordDict(
             {"arrays": ArrayRecord(mean), "metrics": MetricRecord({"num-examples": 1})}
         )
-        arrays, _ = theirs.aggregate_train(1, [Message(content, reply_to=request)])
+        arrays, _ = theirs.aggregate_train(1, [as_reply(content)])
         assert arrays is not None
         for name, array in arrays.items():
             np.testing.assert_allclose(ours[name].numpy(), array.numpy(), rtol=1e-5, atol=1e-6)

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 import tracemalloc
-from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +31,15 @@ from ravan_flwr.server.update import read_trained
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
-from tests.hand_made import FINGERPRINT, Nodes, fake_clock, registered_client, run
+from tests.hand_made import (
+    FINGERPRINT,
+    METRICS,
+    Nodes,
+    as_reply,
+    fake_clock,
+    registered_client,
+    run,
+)
 from tests.methods import train_client
 
 __all__ = ["fake_clock"]
@@ -174,22 +181,13 @@ def test_a_state_beyond_the_wires_range_is_refused(monkeypatch):
 # Envelopes: Flower's own grid on malformed uploads of a node.
 
 
-def question(number=0):
-    message = Message(RecordDict(), 11, "train")
-    message.metadata.__dict__["_message_id"] = f"question-{number}"
-    return message
+def reply_with(content, number=0):
+    return as_reply(content, 11, f"question-{number}")
 
 
 def honest_reply(number=0):
-    metrics: dict[str, Any] = {
-        "round": 1,
-        "train-loss": 1.0,
-        "seconds": 1.0,
-        "fingerprint": FINGERPRINT,
-    }
     arrays = to_record({"H": torch.arange(24.0).view(6, 2, 2), "heads": torch.ones(1).byte()})
-    content = RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
-    return Message(content, reply_to=question(number))
+    return reply_with(RecordDict({"arrays": arrays, "metrics": MetricRecord(METRICS)}), number)
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +266,7 @@ def test_a_chunk_listed_a_thousand_times_is_not_assembled(uploads):
     data = bytes(range(256)) * 4096  # 1 MB
     array = Array("uint8", (len(data),), STYPE, data)
     content = RecordDict({"arrays": ArrayRecord({"H": array})})
-    root, contents = objects_of(Message(content, reply_to=question()))
+    root, contents = objects_of(reply_with(content))
     key = next(key for key, one in contents.items() if one.startswith(b"Array "))
     body = json.loads(contents[key].partition(b"\0")[2]) | {"arraychunk_ids": [0] * 1500}
     contents[key] = with_body(contents[key], json.dumps(body).encode())
@@ -288,9 +286,9 @@ def test_a_chunk_listed_a_thousand_times_is_not_assembled(uploads):
 def test_a_large_honest_reply_is_assembled():
     """Zeros are one chunk, listed once for each five megabytes."""
     array = Array("uint8", (60_000_000,), STYPE, bytes(60_000_000))
-    message = Message(RecordDict({"arrays": ArrayRecord({"H": array})}), reply_to=question())
+    message = reply_with(RecordDict({"arrays": ArrayRecord({"H": array})}))
     check_objects(objects_of(message)[1])
-    reason = Message(Error(2, "x" * 2_000_000), reply_to=question())
+    reason = reply_with(Error(2, "x" * 2_000_000))
     with pytest.raises(ValueError, match="2000[0-9]+ bytes beside its tensors"):
         check_objects(objects_of(reason)[1])
 
