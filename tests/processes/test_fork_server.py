@@ -78,14 +78,19 @@ def test_a_signal_reaches_the_fork(bare, number):
         assert process.wait() == 40
 
 
-def test_forks_end_with_the_server():
-    with ForkServer([]) as server:
-        process = started(server)
-        fork = fork_of(process.pid)
+def wait_for_end(process, fork):
+    """Wait until the fork is killed; its proxy ends with an error."""
     wait_for(lambda: not Path(f"/proc/{fork}").exists(), "the fork to be killed")
     assert process.wait() == 1
     assert process.stdout is not None
     process.stdout.close()
+
+
+def test_forks_end_with_the_server():
+    with ForkServer([]) as server:
+        process = started(server)
+        fork = fork_of(process.pid)
+    wait_for_end(process, fork)
 
 
 def test_a_fork_ends_with_its_proxy(bare):
@@ -112,10 +117,7 @@ def test_forks_end_with_either_of_two_servers(index):
     process = started(servers[1])
     fork = fork_of(process.pid)
     servers[index].__exit__()
-    wait_for(lambda: not Path(f"/proc/{fork}").exists(), "the fork to be killed")
-    assert process.wait() == 1
-    assert process.stdout is not None
-    process.stdout.close()
+    wait_for_end(process, fork)
     servers[1 - index].__exit__()
 
 

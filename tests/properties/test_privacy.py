@@ -316,11 +316,12 @@ def test_a_broken_mechanism_is_detected(broken):
     assert lower_bound(broken) > CLAIMED
 
 
-def test_seeded_noise_is_detected(monkeypatch):
-    def seeded(shape, scale):
-        return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
+def seeded_noise(shape, scale):
+    return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
 
-    monkeypatch.setattr(mechanism, "gaussian", seeded)
+
+def test_seeded_noise_is_detected(monkeypatch):
+    monkeypatch.setattr(mechanism, "gaussian", seeded_noise)
     noise = released([])
     assert lower_bound(released, lambda new: statistic(new) - statistic(noise)) > CLAIMED
 

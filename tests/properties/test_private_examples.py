@@ -19,7 +19,7 @@ from ravan_flwr.extras.example_privacy.gradients import ClippedExamples, StepNoi
 from ravan_flwr.privacy.account import Releases, find_epsilon, find_total_epsilon
 from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import generator
-from tests.properties.test_privacy import lower_bound
+from tests.properties.test_privacy import lower_bound, seeded_noise
 
 SHAPES = [(4, 3), (2,)]
 
@@ -204,10 +204,7 @@ def test_a_broken_step_is_detected(broken, look):
 
 
 def test_seeded_noise_is_detected(monkeypatch):
-    def seeded(shape, scale):
-        return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
-
-    monkeypatch.setattr(example_gradients, "gaussian", seeded)
+    monkeypatch.setattr(example_gradients, "gaussian", seeded_noise)
     noise = step(OTHERS)
     found = lower_bound(step, lambda new: statistic(new) - statistic(noise), OTHERS, CANARY)
     assert found > CLAIMED

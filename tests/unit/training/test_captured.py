@@ -81,6 +81,12 @@ def upload(loaded, client=0, **options):
     return train_locally(loaded.model, loaded.task, work)
 
 
+def assert_same(results, expected):
+    for one, other in zip(results, expected, strict=True):
+        assert torch.equal(one.upload["H"], other.upload["H"])
+        assert one.train_loss == other.train_loss
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_step_that_cannot_be_captured_is_computed_eagerly(loaded, after, caplog, monkeypatch):
     def fail(run):
@@ -93,9 +99,7 @@ def test_a_step_that_cannot_be_captured_is_computed_eagerly(loaded, after, caplo
     loaded.model.training_graphs = GraphCache(failing)
     with caplog.at_level(logging.INFO, "ravan_flwr"):
         results = [upload(loaded), upload(loaded)]
-    for result in results:
-        assert torch.equal(result.upload["H"], expected.upload["H"])
-        assert result.train_loss == expected.train_loss
+    assert_same(results, [expected] * 2)
     assert [record.getMessage() for record in caplog.records] == [
         "steps are not captured as a CUDA graph: CUDA error: out of memory"
     ]
@@ -116,8 +120,7 @@ def test_full_memory_at_a_capture_is_logged_once_though_its_text_changes(
     with caplog.at_level(logging.INFO, "ravan_flwr"):
         results = [upload(loaded, batch_size=size) for size in (8, 10)]
     assert len(taken) == 2
-    for one, other in zip(results, expected, strict=True):
-        assert torch.equal(one.upload["H"], other.upload["H"])
+    assert_same(results, expected)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "memory" in message
 
@@ -143,9 +146,7 @@ def test_memory_that_captured_steps_hold_is_given_back_to_a_step_that_needs_it(
     loaded.model.training_graphs = GraphCache(recorder := Recorder())
     results = [upload(loaded, client, batch_size=10) for client in (0, 1)]
     assert recorder.recordings == 1
-    for one, other in zip(results, expected, strict=True):
-        assert torch.equal(one.upload["H"], other.upload["H"])
-        assert one.train_loss == other.train_loss
+    assert_same(results, expected)
     assert not loaded.model.has_graphs
     assert [r.levelname for r in caplog.records if "out of memory" in r.getMessage()] == ["WARNING"]
 
@@ -184,9 +185,7 @@ def test_dropout_draws_in_captured_steps_what_it_draws_in_eager_ones(loaded):
     loaded.model.training_graphs = GraphCache(recorder := Recorder())
     results = [upload(loaded, client) for client in (0, 1)]
     assert recorder.recordings == 1
-    for one, other in zip(results, expected, strict=True):
-        assert torch.equal(one.upload["H"], other.upload["H"])
-        assert one.train_loss == other.train_loss
+    assert_same(results, expected)
     assert not torch.equal(expected[0].upload["H"], without.upload["H"])
 
 
@@ -229,8 +228,7 @@ def test_one_graph_serves_clients_with_other_rates_and_batches(loaded):
     loaded.model.training_graphs = GraphCache(recorder)
     results = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
     assert recorder.recordings == 1
-    for one, other in zip(results, expected, strict=True):
-        assert torch.equal(one.upload["H"], other.upload["H"])
+    assert_same(results, expected)
 
 
 def test_further_shapes_are_computed_eagerly(loaded, monkeypatch):
@@ -305,8 +303,7 @@ def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
 
                 patch.setattr(kind, "__call__", timed)
             results = [upload(loaded, n, num_steps=9, batch_size=8) for n in range(3)]
-        for one, other in zip(results, expected, strict=True):
-            assert torch.equal(one.upload["H"], other.upload["H"])
+        assert_same(results, expected)
         (state,) = loaded.model.training_graphs.fixed_tensors.values()
         assert (None in state.graphs.values()) is slower
 
