@@ -49,7 +49,8 @@ TESTS = {
     "methods/tensors": "unit/methods/test_tensors.py unit/methods/test_extensions.py "
     "properties/test_robust.py properties/test_hostile_replies.py properties/test_methods.py",
     "methods/ravan": "unit/methods/test_ravan.py unit/methods/test_selection.py "
-    "properties/test_ravan.py properties/test_first_round.py properties/test_options_of_methods.py",
+    "unit/methods/test_tensors.py properties/test_ravan.py properties/test_first_round.py "
+    "properties/test_options_of_methods.py",
     "messages/sparsity": "unit/messages/test_sparsity.py properties/test_sparsity.py",
     "privacy/account": "properties/test_privacy.py "
     "unit/extras/example_privacy/test_account_book.py",

@@ -186,8 +186,15 @@ def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(case):
     assert torch.equal(sums.close()["H"], expected["H"])
 
 
-def test_a_client_may_not_send_more_than_its_budget_fraction():
-    method, adapters, state = build_mid_run()
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ("layer", r"heads marks \[3, 3\] heads by layer, expected 1 in each"),
+        ("global", "heads marks 6 heads, expected 2$"),
+    ],
+)
+def test_a_client_may_not_send_more_than_its_budget_fraction(selection, message):
+    method, adapters, state = build_mid_run(selection=selection)
     upload = train_client(method, adapters, state, 1.0, 1)
-    with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
+    with pytest.raises(ValueError, match=message):
         Aggregate(method, state, UpdateNormCheck(1e9)).check_and_add(upload, 0.5)

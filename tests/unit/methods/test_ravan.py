@@ -43,6 +43,17 @@ def test_an_upload_has_the_chosen_heads_and_a_bit_for_each():
     assert nine.upload_bytes(1.0) == 4 * 18 + 3  # 18 bits are three bytes
 
 
+def test_a_client_that_trains_all_heads_computes_no_scores():
+    method, adapters = build(scoring="gradient")
+    method.load(adapters, method.initial_state(adapters))
+    unused = torch.Generator().manual_seed(0)
+    method.choose(adapters, 1.0, unused, lambda *_: pytest.fail("a gradient was computed"))
+    assert [adapter.trained_heads() for adapter in adapters] == [[0, 1, 2]] * 2
+    assert torch.equal(unused.get_state(), torch.Generator().manual_seed(0).get_state())
+    with pytest.raises(pytest.fail.Exception, match="a gradient was computed"):
+        method.choose(adapters, 2 / 3, unused, lambda *_: pytest.fail("a gradient was computed"))
+
+
 def state_of(norms):
     """Return a state whose heads have these norms, by layer."""
     return {"H": torch.tensor(norms)[:, :, None, None].expand(2, 3, 2, 2) / 2}
