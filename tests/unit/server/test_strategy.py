@@ -217,12 +217,14 @@ class Slow(Nodes):
         return kind and node.partition_id == 1 and not self.later
 
 
-def test_a_late_reply_is_refused_and_recorded():
+def test_a_late_reply_is_refused_once_and_recorded():
     notes, _, _ = train_all(Slow(), rounds=3, timeout=0.5)
     first, second, third = notes.records
     assert first["rejected"] == [{"client": "partition 1", "reason": "no reply within 0.5 s"}]
     late = {"client": "partition 1", "reason": "late: a reply to round 1, which closed after 0.5 s"}
-    assert late in second["rejected"]
+    assert second["late"] == [late]
+    assert "late" not in first.keys() | third.keys()
+    assert not second["rejected"]
     assert [c["partition-id"] for c in third["clients"]] == [0, 1, 2, 3]
     assert not third["rejected"]
     # Its bytes arrived, too.
