@@ -243,8 +243,12 @@ class FederatedTuning(Strategy):
         measures, share = federation.loaded.task.measures, federation.config.validation_share
 
         def read(reply: Message, sent: Sent) -> tuple[float, Metrics]:
-            limit = max_validation_size(registry.examples(sent.client), share)
-            return read_evaluated(reply, server_round, measures, limit)
+            # A device's own data may be more than what counts of them (`max-examples`).
+            of_client, counted = (
+                max_validation_size(examples, share)
+                for examples in (sent.client.examples, registry.examples(sent.client))
+            )
+            return read_evaluated(reply, server_round, measures, of_client, counted)
 
         valid = self.round.valid(replies, read)
         answers = {sent.client.partition_id: answer for sent, answer in valid}

@@ -558,6 +558,28 @@ def test_client_evaluation_is_weighted_by_examples():
     assert metrics == [{}, expected, expected]
 
 
+@pytest.mark.parametrize(("claim", "valid"), [(1000, True), (1003, False)])
+def test_an_evaluation_on_much_own_data_counts_as_far_as_max_examples(claim, valid):
+    """Half of 2000 examples are held back; 60 of the device's 1000 training examples count."""
+
+    def behave(partition, message):
+        if message.metadata.message_type != "evaluate":
+            return None
+        number = claim if partition == 2 else 10
+        values = {"round": 1, "num-examples": number, "accuracy": partition / 4, "loss": 1.0}
+        return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
+
+    nodes = Nodes(behave=behave, own_data=True)
+    nodes.registered[12] = registered_client(12, 2, own_data=True, examples=1000)
+    settings = {"evaluate_on": "clients", "validation_share": 0.5, "max_examples": 60}
+    notes, _, _ = run(nodes, rounds=1, **settings)
+    (record,) = notes.records
+    weights = {0: 10, 1: 10, 2: 60 + 2 if valid else 0, 3: 10}  # see `max_validation_size`
+    total = sum(weight * partition / 4 for partition, weight in weights.items())
+    assert record["metrics"]["accuracy"] == pytest.approx(total / sum(weights.values()))
+    assert [entry["client"] for entry in record["rejected"]] == ["partition 2"] * (not valid)
+
+
 def test_sampling_is_uniform():
     clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     counts = dict.fromkeys(range(10), 0)
