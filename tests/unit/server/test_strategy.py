@@ -580,6 +580,25 @@ def test_an_evaluation_on_much_own_data_counts_as_far_as_max_examples(claim, val
     assert [entry["client"] for entry in record["rejected"]] == ["partition 2"] * (not valid)
 
 
+def test_a_run_that_a_large_round_ends_is_evaluated(monkeypatch):
+    """Three rounds of usual size fit; in the second a client sends more than all of these."""
+    monkeypatch.setattr("ravan_flwr.server.stop_conditions._planned", lambda _: 1)
+
+    class Larger(Nodes):
+        def reply(self, message, upload, number):
+            if number == 2 and not self.trained[-1][1]:
+                upload = upload | {"classifier": torch.zeros(20_000)}
+            return super().reply(message, upload, number)
+
+    settings: dict[str, Any] = {"rounds": 9, "clients_per_round": 4, "eval_every": 9}
+    settings["evaluate_fn"] = lambda *_: MetricRecord({"accuracy": 0.5})
+    usual, *_ = run(Nodes(), **settings)
+    size = usual.records[0]["bytes-up"] + usual.records[0]["bytes-down"]
+    assert [record["metrics"] for record in usual.records] == [{}] * 8 + [{"accuracy": 0.5}]
+    notes, *_ = run(Larger(), **settings, max_bytes=3.5 * size + 80_000)
+    assert [record["metrics"] for record in notes.records] == [{}, {"accuracy": 0.5}]
+
+
 def test_sampling_is_uniform():
     clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     counts = dict.fromkeys(range(10), 0)
