@@ -227,6 +227,20 @@ def test_clients_that_fail_do_not_end_a_run_while_others_can_be_asked(seconds, a
 ASYNCHRONOUS = [name for name, method in METHODS.items() if method.asynchronous]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"weighting": "krum"}, {"min_replies": 5}, {"min_replies": 5, "method": "fed-sb"}]
+)
+def test_a_buffer_may_be_larger_than_clients_per_round(settings):
+    """So may `min-replies`, also in the calibration round of Fed-SB, which asks more clients."""
+    nodes = Nodes(6, method=settings.get("method", "ravan"))
+    notes, *_ = run(
+        nodes, 3, clients_per_round=3, aggregation="async", buffer_size=5, concurrency=6,
+        evaluate_fn=lambda *_: None, **settings,
+    )  # fmt: skip
+    assert [len(r["clients"]) for r in notes.records if r["round"]] == [5, 5, 5]
+    assert all(len(r["clients"]) >= 5 and not r["rejected"] for r in notes.records)
+
+
 # Other contradictions are in tests/unit/config/test_checks.py.
 @pytest.mark.parametrize(
     ("settings", "message"),
