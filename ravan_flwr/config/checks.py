@@ -118,8 +118,9 @@ def _check_robust(values: Values, key: str, replies: int) -> None:
 
 
 def _check_replies(values: Values) -> None:
-    _check_order(values, "min-replies", "clients-per-round")
-    _check_robust(values, "clients-per-round", int(values["clients-per-round"]))
+    if values["aggregation"] == "sync":  # else `buffer-size` is compared
+        _check_order(values, "min-replies", "clients-per-round")
+        _check_robust(values, "clients-per-round", int(values["clients-per-round"]))
     has_heads = METHODS[str(values["method"])].has_heads
     weighting = values["weighting"]
     by_coordinate = weighting in ROBUST and weighting not in KRUM

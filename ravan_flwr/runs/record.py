@@ -100,6 +100,7 @@ RoundRecord = TypedDict(
         "more-not-eligible": NotRequired[int],  # that are not listed
         "more-skipped": NotRequired[int],
         "unused": list[int],  # partitions whose replies were not needed
+        "late": NotRequired[list[Rejection]],  # replies that an earlier round rejected as missing
         "partitions": int,  # number of partitions of the data
         "bytes-up": int,
         "bytes-down": int,

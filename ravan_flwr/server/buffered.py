@@ -109,9 +109,7 @@ class Buffered(Transport):
                 continue
             answered = reply.metadata.reply_to_message_id
             if answered in late:
-                before = len(round_.log.rejected)
-                round_.reject_late(reply, late.pop(answered))
-                rejected += len(round_.log.rejected) - before  # it was rejected once already
+                round_.note_late(reply, late.pop(answered))
                 continue
             if answered not in self.sent:
                 continue  # its timeout passed while it was being fetched

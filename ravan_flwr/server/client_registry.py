@@ -71,8 +71,8 @@ class Node:
     has_fixed: bool = False  # it has the fixed tensors, if there are some
     faults: int = 0  # rejected replies in a row
     disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
-    # Late replies by message id, the oldest first: the client, and why the reply will be rejected
-    # ("" if the reply is unused).
+    # Late replies by message id, the oldest first: the client, and why the reply is late ("" if it
+    # is unused).
     late: dict[str, tuple[RegisteredClient, str]] = field(default_factory=dict)
 
     @property

@@ -244,7 +244,9 @@ class Calibrated(Release):
         limits = self.round.limits if self.calibration.all_clients else super().limits
         # A robust statistic of fewer replies would leave the fixed tensors at zero.
         needed = max(limits.min_replies, ROBUST.get(self.config.robust, 0))
-        return replace(limits, min_replies=needed, quorum=needed)
+        # An asynchronous run may need more replies than `clients-per-round`.
+        enough = max(needed, limits.enough)
+        return replace(limits, min_replies=needed, quorum=needed, enough=enough)
 
     def draw(self) -> list[RegisteredClient]:
         if not self.calibration.all_clients:

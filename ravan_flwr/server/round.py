@@ -1,7 +1,8 @@
 """One round: send its messages, wait for the replies, reject what is invalid or late.
 
-A reply is accepted until the wait for it ends. A later reply is fetched in a following wait,
-rejected and recorded there, so that no round waits for it and the log is complete.
+A reply is accepted until the wait for it ends, when it is rejected as missing. If it comes later,
+a following wait fetches it, and that round's record has it as late: no round waits for it, its
+bytes count, and it is rejected once.
 """
 
 import math
@@ -135,7 +136,7 @@ class Round:
             if answered in self.outstanding:
                 yield reply
             elif answered in late:
-                self.reject_late(reply, late.pop(answered))
+                self.note_late(reply, late.pop(answered))
             failed = find_failures(grid).count
         # If the SuperLink failed after the last reply, missing replies are not the nodes' fault.
         self._close(find_failures(grid).last if find_failures(grid).count > failed else "")
@@ -187,15 +188,15 @@ class Round:
         """Return the nodes whose late replies may still come, by message id."""
         return {message_id: node for node in self._nodes.values() for message_id in node.late}
 
-    def reject_late(self, reply: Message, node: Node) -> None:
-        """Count a late reply's bytes, and record it as rejected unless it is unused.
+    def note_late(self, reply: Message, node: Node) -> None:
+        """Count a late reply's bytes, and record it as late unless it is unused.
 
-        The node had its fault when the reply was missing.
+        It was rejected, and the node had its fault, when the reply was missing.
         """
         client, reason = node.late.pop(reply.metadata.reply_to_message_id)
         self.log.count_bytes(array_bytes(reply), 0)
         if reason:
-            self.log.reject(client, reason)
+            self.log.note_late(client, reason)
 
     def _close(self, failure: str) -> None:
         """Stop waiting, and record each missing reply as unused or as rejected.

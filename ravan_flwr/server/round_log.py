@@ -56,6 +56,7 @@ class RoundLog:
     partitions: int  # number of partitions of the data
     clients: list[ClientRecord] = field(default_factory=list)
     rejected: list[Rejection] = field(default_factory=list)
+    late: list[Rejection] = field(default_factory=list)  # came now; rejected when they were missing
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     not_eligible: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     skipped: list[int] = field(default_factory=list)  # unresponsive, and not asked
@@ -135,6 +136,11 @@ class RoundLog:
         if len(self.rejected) == REJECTIONS_LOGGED + 1:
             log.warning("more are rejected: the record of round %d lists them all", self.number)
 
+    def note_late(self, client: RegisteredClient, reason: str) -> None:
+        """Log a reply that an earlier round has rejected as missing."""
+        self.late.append({"client": f"partition {client.partition_id}", "reason": reason})
+        log.info("partition %d is %s", client.partition_id, reason)
+
     @property
     def train_loss(self) -> float | None:
         """Return the clients' mean loss, independent of the replies' order; None without losses."""
@@ -169,6 +175,7 @@ class RoundLog:
             "per-client": self.per_client or None,
             "out-of-budget": self.out_of_budget[:LISTED] or None,
             "recounted": sorted(self.recounted) or None,
+            "late": self.late or None,
             "began-anew": sorted(self.began_anew) or None,
         }
         record |= {key: value for key, value in optional.items() if value is not None}

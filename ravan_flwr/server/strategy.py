@@ -27,7 +27,7 @@ from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import TRANSPORTS, load
 from ravan_flwr.runs.callback import Callbacks
-from ravan_flwr.runs.record import Metrics, per_client_statistics
+from ravan_flwr.runs.record import Metrics, RoundRecord, per_client_statistics
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.releases import Calibrated, Release, release_class
@@ -119,16 +119,18 @@ class FederatedTuning(Strategy):
             state.fingerprint = federation.loaded.model.load_fixed(from_record(fixed))
             self._record()
         for number in range(start.first, num_rounds + 1):
-            if reason := self._stop_reason(number):
+            if reason := self._stop_reason(number, self.records):
                 log.info(reason)
                 break
-            # The last round is evaluated. Its end by time is known only after training.
+            # The last round is evaluated. It may be known only after training: by the time, by more
+            # bytes than in earlier rounds, or by devices that refuse to train further.
             last = number == num_rounds or exceeds_max_bytes(config, self.records, rounds=2)
             last = last or (privacy is not None and privacy.ends_after(1))
             # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)
             result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
-            last = last or 0 < config.until_time <= federation.time
+            trained = [*self.records, self.round.log.record({}, federation.time)]
+            last = last or bool(self._stop_reason(number + 1, trained))
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
             if number % config.eval_every == 0 or last:
@@ -243,8 +245,12 @@ class FederatedTuning(Strategy):
         measures, share = federation.loaded.task.measures, federation.config.validation_share
 
         def read(reply: Message, sent: Sent) -> tuple[float, Metrics]:
-            limit = max_validation_size(registry.examples(sent.client), share)
-            return read_evaluated(reply, server_round, measures, limit)
+            # A device's own data may be more than what counts of them (`max-examples`).
+            of_client, counted = (
+                max_validation_size(examples, share)
+                for examples in (sent.client.examples, registry.examples(sent.client))
+            )
+            return read_evaluated(reply, server_round, measures, of_client, counted)
 
         valid = self.round.valid(replies, read)
         answers = {sent.client.partition_id: answer for sent, answer in valid}
@@ -277,11 +283,11 @@ class FederatedTuning(Strategy):
         self.records.append(record)
         self.callbacks.on_round_end(record, federation.state.tensors)
 
-    def _stop_reason(self, number: int) -> str:
+    def _stop_reason(self, number: int, records: list[RoundRecord]) -> str:
         """Return why the run stops before a round of that number; "" if it continues."""
         federation, privacy = self.federation, self.federation.privacy
         metric = federation.loaded.task.metric
-        reason = stop_reason(federation.config, metric, self.records, number)
+        reason = stop_reason(federation.config, metric, records, number)
         if not reason and privacy is not None and privacy.ends_after(0):
             reason = f"epsilon: no room for round {number}; the run ends here"
         return reason

@@ -122,22 +122,28 @@ def read_masked(
 
 
 def read_evaluated(
-    reply: Message, round_number: int, measures: Measures, max_examples: float
+    reply: Message,
+    round_number: int,
+    measures: Measures,
+    max_examples: float,
+    max_counted: float = math.inf,
 ) -> tuple[float, Metrics]:
     """Return the units of an evaluation reply of that round, and means over them.
 
-    Units are examples, `max_examples` at most, or what else the measures count.
+    Units are examples, or what else the measures count. A reply has `max_examples` at most, and the
+    units of `max_counted` examples at most are returned.
     """
     with as_value_error():
         metrics, _ = open_reply(reply, round_number)
-        number = above_zero(metrics, "num-examples", max_examples)
+        units = examples = above_zero(metrics, "num-examples", max_examples)
         if measures.unit != "examples":
-            number = above_zero(metrics, f"num-{measures.unit}", number * measures.max_per_example)
+            units = above_zero(metrics, f"num-{measures.unit}", examples * measures.max_per_example)
         limits = {
             name: (0, 1) if name in IN_UNIT_RANGE else (-MAX_LOSS, MAX_LOSS)
             for name in measures.names
         }
-        return number, {name: within(metrics, name, *limits[name]) for name in limits}
+        means = {name: within(metrics, name, *limits[name]) for name in limits}
+        return units * min(1.0, max_counted / examples), means
 
 
 @contextmanager

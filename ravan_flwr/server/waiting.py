@@ -15,6 +15,7 @@ from ravan_flwr.server.superlink_calls import fetch, find_failures
 from ravan_flwr.simulated_time.clock import REAL, Clock
 
 MAX_FETCH_SECONDS = 2.0  # seconds that the other replies wait for a reply that is being fetched
+FEW_THREADS = 16  # with more threads that fetch replies, the others wait longer
 MIN_GRACE = 60.0  # seconds: the shortest automatic straggler timeout
 GRACE = 10.0  # times the duration of the first half of the replies: the automatic timeout
 
@@ -75,10 +76,15 @@ class ReplyFetcher:
     Fetching a reply may take minutes: a node may have announced objects that it never uploads. The
     thread that fetches such a reply stays with it, and a new thread fetches the others. In one
     process no thread is needed: fetching a reply runs the client.
+
+    On a slow link every reply takes long, and more threads would only share it, each with a reply
+    in memory. So with many threads the next one starts later: after an hour in which no reply
+    arrives, there are about 75.
     """
 
     def __init__(self) -> None:
         self._fetching: set[str] = set()
+        self._threads: list[threading.Thread] = []
         # Message ids with their replies; and `_DONE`, with the event that its thread was given.
         self._came: Queue[tuple[str, Message | BaseException | threading.Event | None]] = Queue(2)
 
@@ -107,10 +113,13 @@ class ReplyFetcher:
     def _fetch(self, grid: Grid, todo: deque[str]) -> Iterator[Message]:
         """Yield replies that a thread fetches, until it is done or a reply takes too long."""
         stop = threading.Event()
-        threading.Thread(target=self._walk, args=(grid, todo, stop), daemon=True).start()
+        thread = threading.Thread(target=self._walk, args=(grid, todo, stop), daemon=True)
+        thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        patience = MAX_FETCH_SECONDS * max(1, 1 + len(self._threads) - FEW_THREADS)
         try:
             while True:
-                message_id, result = self._came.get(timeout=MAX_FETCH_SECONDS)
+                message_id, result = self._came.get(timeout=patience)
                 if isinstance(result, threading.Event):
                     if result is stop:
                         return

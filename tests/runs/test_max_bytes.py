@@ -50,3 +50,14 @@ def test_a_limit_below_one_round_is_refused_before_the_run(tmp_path):
     with pytest.raises(ValueError, match="max-bytes = 9: a round takes"):
         run(tmp_path, max_bytes=9.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_asynchronous_round_takes_the_bytes_of_its_buffer(tmp_path):
+    """It has the updates of four clients, and `clients-per-round` is two."""
+    settings = QUICK | {"aggregation": "async", "buffer-size": 4, "concurrency": 4}
+    assert "a round         4 of 4 clients" in plan_of(settings, 4)
+    with pytest.raises(ValueError, match="max-bytes = .*: a round takes"):
+        run(tmp_path, settings=settings, max_bytes=bytes_of(1.5))
+    ended = run(tmp_path, settings=settings, max_bytes=bytes_of(2.0))
+    assert [len(record["clients"]) for record in records_of(ended)] == [4]
+    assert ended.summary["bytes-up"] + ended.summary["bytes-down"] <= bytes_of(2.0)

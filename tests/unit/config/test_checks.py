@@ -19,6 +19,9 @@ FEW_BITS = {"backbone-dtype": "8bit", "init": "first-round"}
         ("weighting", {"weighting": "median", "head-mean": "all"}, {"method": "fedit"}),
         ("weighting", {"weighting": "krum", "clients-per-round": 4}, {"clients-per-round": 5}),
         ("weighting", ASYNC | {"weighting": "krum", "clients-per-round": 5}, {"buffer-size": 5}),
+        # The three clients of `clients-per-round` do not limit a buffer.
+        ("weighting", ASYNC | {"weighting": "krum"}, {"buffer-size": 5}),
+        ("min-replies", ASYNC | {"limits": "min-replies=4"}, {"buffer-size": 4}),
         ("sparsity", {"weighting": "median", "sparsity": "1:0.5"}, {"sparsity": "0.5:1"}),
         ("sparsity", {"weighting": "median", "sparsity": "1:0.5"}, {"weighting": "uniform"}),
         ("sparsity", {"sparsity": "1:0"}, {"sparsity": "1:0.1"}),

@@ -20,6 +20,7 @@ from tests.hand_made import registered_client
 OPTIONAL = {
     "refused", "collapsed", "per-client", "began-anew", "more-not-eligible", "more-skipped",
     "privacy", "reached", "out-of-budget", "recounted", "secure", "link-bytes-estimate",
+    "late",
 }  # fmt: skip
 SPENT: PrivacyRecord = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
@@ -41,6 +42,14 @@ def test_the_round_log_writes_every_key(round_log):
     assert check(record, RoundRecord) is record  # so that a run can be resumed
     round_log.refused = "not finite"
     assert round_log.record({}).keys() == record.keys() | {"refused"}
+
+
+def test_a_late_reply_is_no_second_rejection(round_log):
+    round_log.note_late(registered_client(3, 2), "late: a reply to round 1")
+    record = round_log.record({})
+    assert record["late"] == [{"client": "partition 2", "reason": "late: a reply to round 1"}]
+    assert [entry["client"] for entry in record["rejected"]] == ["partition 1"]
+    assert check(record, RoundRecord) is record
 
 
 def test_private_clients_out_of_budget_or_without_account_are_recorded(round_log):

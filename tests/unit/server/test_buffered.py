@@ -227,6 +227,20 @@ def test_clients_that_fail_do_not_end_a_run_while_others_can_be_asked(seconds, a
 ASYNCHRONOUS = [name for name, method in METHODS.items() if method.asynchronous]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"weighting": "krum"}, {"min_replies": 5}, {"min_replies": 5, "method": "fed-sb"}]
+)
+def test_a_buffer_may_be_larger_than_clients_per_round(settings):
+    """So may `min-replies`, also in the calibration round of Fed-SB, which asks more clients."""
+    nodes = Nodes(6, method=settings.get("method", "ravan"))
+    notes, *_ = run(
+        nodes, 3, clients_per_round=3, aggregation="async", buffer_size=5, concurrency=6,
+        evaluate_fn=lambda *_: None, **settings,
+    )  # fmt: skip
+    assert [len(r["clients"]) for r in notes.records if r["round"]] == [5, 5, 5]
+    assert all(len(r["clients"]) >= 5 and not r["rejected"] for r in notes.records)
+
+
 # Other contradictions are in tests/unit/config/test_checks.py.
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -294,5 +308,7 @@ def test_a_late_reply_is_recorded_although_clients_do_not_evaluate(monkeypatch):
     notes, _, _ = run(Late(3), 10, timeout=5.0, **ASYNC | {"buffer_size": 3})
     reasons = [entry["reason"] for entry in rejections(notes) if entry["client"] == "partition 2"]
     assert reasons[0] == "no reply within 5 s"
-    assert "late: an update of version 1, after 5 s" in reasons
+    late = [entry for record in notes.records for entry in record.get("late", ())]
+    assert {"client": "partition 2", "reason": "late: an update of version 1, after 5 s"} in late
+    assert not any(reason.startswith("late") for reason in reasons)
     assert all({c["partition-id"] for c in r["clients"]} >= {0, 1} for r in notes.records)

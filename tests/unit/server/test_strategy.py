@@ -217,12 +217,14 @@ class Slow(Nodes):
         return kind and node.partition_id == 1 and not self.later
 
 
-def test_a_late_reply_is_refused_and_recorded():
+def test_a_late_reply_is_refused_once_and_recorded():
     notes, _, _ = train_all(Slow(), rounds=3, timeout=0.5)
     first, second, third = notes.records
     assert first["rejected"] == [{"client": "partition 1", "reason": "no reply within 0.5 s"}]
     late = {"client": "partition 1", "reason": "late: a reply to round 1, which closed after 0.5 s"}
-    assert late in second["rejected"]
+    assert second["late"] == [late]
+    assert "late" not in first.keys() | third.keys()
+    assert not second["rejected"]
     assert [c["partition-id"] for c in third["clients"]] == [0, 1, 2, 3]
     assert not third["rejected"]
     # Its bytes arrived, too.
@@ -554,6 +556,47 @@ def test_client_evaluation_is_weighted_by_examples():
     metrics = [record["metrics"] for record in notes.records]
     expected = {"accuracy": pytest.approx(mean), "loss": 1.0}
     assert metrics == [{}, expected, expected]
+
+
+@pytest.mark.parametrize(("claim", "valid"), [(1000, True), (1003, False)])
+def test_an_evaluation_on_much_own_data_counts_as_far_as_max_examples(claim, valid):
+    """Half of 2000 examples are held back; 60 of the device's 1000 training examples count."""
+
+    def behave(partition, message):
+        if message.metadata.message_type != "evaluate":
+            return None
+        number = claim if partition == 2 else 10
+        values = {"round": 1, "num-examples": number, "accuracy": partition / 4, "loss": 1.0}
+        return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
+
+    nodes = Nodes(behave=behave, own_data=True)
+    nodes.registered[12] = registered_client(12, 2, own_data=True, examples=1000)
+    settings = {"evaluate_on": "clients", "validation_share": 0.5, "max_examples": 60}
+    notes, _, _ = run(nodes, rounds=1, **settings)
+    (record,) = notes.records
+    weights = {0: 10, 1: 10, 2: 60 + 2 if valid else 0, 3: 10}  # see `max_validation_size`
+    total = sum(weight * partition / 4 for partition, weight in weights.items())
+    assert record["metrics"]["accuracy"] == pytest.approx(total / sum(weights.values()))
+    assert [entry["client"] for entry in record["rejected"]] == ["partition 2"] * (not valid)
+
+
+def test_a_run_that_a_large_round_ends_is_evaluated(monkeypatch):
+    """Three rounds of usual size fit; in the second a client sends more than all of these."""
+    monkeypatch.setattr("ravan_flwr.server.stop_conditions._planned", lambda _: 1)
+
+    class Larger(Nodes):
+        def reply(self, message, upload, number):
+            if number == 2 and not self.trained[-1][1]:
+                upload = upload | {"classifier": torch.zeros(20_000)}
+            return super().reply(message, upload, number)
+
+    settings: dict[str, Any] = {"rounds": 9, "clients_per_round": 4, "eval_every": 9}
+    settings["evaluate_fn"] = lambda *_: MetricRecord({"accuracy": 0.5})
+    usual, *_ = run(Nodes(), **settings)
+    size = usual.records[0]["bytes-up"] + usual.records[0]["bytes-down"]
+    assert [record["metrics"] for record in usual.records] == [{}] * 8 + [{"accuracy": 0.5}]
+    notes, *_ = run(Larger(), **settings, max_bytes=3.5 * size + 80_000)
+    assert [record["metrics"] for record in notes.records] == [{}, {"accuracy": 0.5}]
 
 
 def test_sampling_is_uniform():

@@ -123,6 +123,28 @@ def test_clients_without_a_delivery_are_listed_with_the_reason(directory, caplog
     assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
 
 
+def test_a_late_training_reply_is_not_taken_for_a_failed_delivery(directory, caplog):
+    """It comes while the result is delivered, after a last round that closed without it."""
+
+    class Late(StoringNodes):
+        in_process = False
+
+        def pull_messages(self, message_ids):
+            yield from super().pull_messages(message_ids)
+            if "of round 3" in message_ids:
+                question = Message(RecordDict(), 12, "train")
+                question.metadata.__dict__["_message_id"] = "of round 3"
+                yield Message(RecordDict(), reply_to=question)
+
+    delivery = delivery_of(Late())
+    node = delivery.registry.nodes[12]
+    node.expect_late("of round 3", node.client, "late: a reply to round 3, which closed after 60 s")
+    summary = deliver(delivery, directory)
+    assert (summary["delivered"], summary["not-delivered"]) == (delivered_to(0, 1, 2, 3), [])
+    assert not node.late
+    assert "not delivered" not in caplog.text
+
+
 def test_a_delivery_to_no_client_is_logged_in_one_line(directory, caplog):
     caplog.set_level("INFO")
     delivered, missed = deliver_to(Nodes(), directory)

@@ -230,6 +230,15 @@ def test_the_last_round_is_evaluated_where_clients_are_sampled(seed):
     assert not any(record["metrics"] for record in notes.records[:3])
 
 
+def test_a_round_after_which_no_device_takes_part_is_evaluated():
+    """The devices' own limits of epsilon are lower than the run's, which the server cannot know."""
+    notes, *_ = run_rounds(
+        Devices(behave=refuse_training({0, 1, 2, 3}, from_round=3)), rounds=9, eval_every=100,
+        evaluate_fn=lambda *_: MetricRecord({"accuracy": 0.5}),
+    )  # fmt: skip
+    assert [record["metrics"] for record in notes.records] == [{}, {}, {"accuracy": 0.5}]
+
+
 def test_a_refusal_is_recorded_and_its_client_is_not_sampled_again():
     nodes = Devices(behave=refuse_training({1}, from_round=2))
     nodes.recounted = {2}
