@@ -46,6 +46,21 @@ def test_a_plan_counts_the_rounds_within_the_limit():
     assert "max-bytes" not in plan_of(QUICK)
 
 
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(
+    "settings",
+    [{"clients_per_round": 25}, {"evaluate_on": "clients", "validation_share": 0.2}],
+)
+def test_the_first_round_is_counted_for_the_runs_own_number_of_clients(settings, tmp_path):
+    """The preset has 20 clients. Of 30, 25 train in a round, or all are evaluated."""
+    settings |= {"num_rounds": 1, "eval_every": 1}
+    sent = run(tmp_path / "all", clients=30, **settings).summary
+    needed = sent["bytes-up"] + sent["bytes-down"]
+    with pytest.raises(ValueError, match=rf"a round takes {needed:,} bytes"):
+        run(tmp_path / "less", clients=30, max_bytes=needed - 1.0, **settings)
+    assert not (tmp_path / "less").exists()
+
+
 def test_a_limit_below_one_round_is_refused_before_the_run(tmp_path):
     with pytest.raises(ValueError, match="max-bytes = 9: a round takes"):
         run(tmp_path, max_bytes=9.0)
