@@ -46,6 +46,20 @@ def test_a_plan_counts_the_rounds_within_the_limit():
     assert "max-bytes" not in plan_of(QUICK)
 
 
+def test_a_plan_of_a_method_that_sends_nothing_has_room_for_all_rounds():
+    assert "enough for all rounds" in plan_of(QUICK | {"method": "local", "max-bytes": 1e6})
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_evaluations_on_clients_in_the_rounds_that_have_one(tmp_path):
+    """All clients get the state in every fifth round, and in the last one; two train in each."""
+    settings = {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 20}
+    settings |= {"max-bytes": 15.0 * bytes_of(1.0)}
+    rounds = len(records_of(run(tmp_path, **{k.replace("-", "_"): v for k, v in settings.items()})))
+    assert 5 < rounds < 15
+    assert f"enough for {rounds} of 20 rounds" in plan_of(QUICK | settings, 4)
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "settings",
