@@ -354,6 +354,12 @@ class Config:
         # In floating point 1.1 x 10 is slightly more than 11.
         return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), clients)
 
+    def num_updates(self, clients: int) -> int:
+        """Return how many replies a round takes at most: an asynchronous one fills its buffer."""
+        if self.aggregation == "async":
+            return min(self.buffer_size or self.clients_per_round, clients)
+        return self.num_asked(clients)
+
     def max_concurrent(self, clients: int) -> int:
         """Return how many of the clients can work at the same time."""
         if self.aggregation == "async":

@@ -175,7 +175,7 @@ def bytes_of_round(config: Config, skeleton: Skeleton | None = None) -> int:
     skeleton = skeleton or Skeleton(config)
     num_clients, down = config.num_clients or number_of_clients(config), skeleton.bytes_down(1.0)
     evaluating = num_clients if config.evaluate_on == "clients" else 0
-    return config.num_asked(num_clients) * (skeleton.bytes_up(1.0) + down) + evaluating * down
+    return config.num_updates(num_clients) * (skeleton.bytes_up(1.0) + down) + evaluating * down
 
 
 @lru_cache(maxsize=64)

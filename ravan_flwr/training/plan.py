@@ -105,11 +105,11 @@ def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
 
 def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
     """Describe the traffic of a round and of the run, and the conditions that may end the run."""
-    clients, rounds, method = config.num_asked(num_clients), config.num_rounds, skeleton.method
+    clients, rounds, method = config.num_updates(num_clients), config.num_rounds, skeleton.method
     up, down = clients * skeleton.bytes_up(1.0), clients * skeleton.bytes_down(1.0)
     all_up, all_down, calibration_bytes = rounds * up, rounds * down, 0
     if calibration := method.calibration:
-        calibrated = num_clients if calibration.all_clients else clients
+        calibrated = num_clients if calibration.all_clients else config.num_asked(num_clients)
         reached = min(rounds * clients, num_clients)  # clients that get the fixed tensors
         initial = method.initial_state(skeleton.adapters)  # a calibration is sent in float32
         requests = calibrated * (

@@ -63,16 +63,25 @@ def test_a_plan_counts_the_evaluations_on_clients_in_the_rounds_that_have_one(tm
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "settings",
-    [{"clients_per_round": 25}, {"evaluate_on": "clients", "validation_share": 0.2}],
+    [
+        {"clients_per_round": 25},
+        {"evaluate_on": "clients", "validation_share": 0.2},
+        {"aggregation": "async", "buffer_size": 6, "concurrency": 8},
+    ],
 )
 def test_the_first_round_is_counted_for_the_runs_own_number_of_clients(settings, tmp_path):
-    """The preset has 20 clients. Of 30, 25 train in a round, or all are evaluated."""
+    """The preset has 20 clients. Of 30, 25 train in a round, all are evaluated, or 6 fill a buffer."""
     settings |= {"num_rounds": 1, "eval_every": 1}
     sent = run(tmp_path / "all", clients=30, **settings).summary
     needed = sent["bytes-up"] + sent["bytes-down"]
     with pytest.raises(ValueError, match=rf"a round takes {needed:,} bytes"):
         run(tmp_path / "less", clients=30, max_bytes=needed - 1.0, **settings)
     assert not (tmp_path / "less").exists()
+    options = {name.replace("_", "-"): value for name, value in settings.items()}
+    up, down = (
+        f"{sent[way]:,} {text}" for way, text in (("bytes-up", "bytes up"), ("bytes-down", "down"))
+    )
+    assert f"1 rounds: at most {up}, {down}" in plan_of(QUICK | options, 30)
 
 
 def test_a_limit_below_one_round_is_refused_before_the_run(tmp_path):
