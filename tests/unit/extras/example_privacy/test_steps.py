@@ -1,6 +1,7 @@
 """Private steps on real digits: Poisson batches, microbatches, fresh noise, and refusals."""
 
 import math
+import weakref
 from contextlib import contextmanager, suppress
 
 import datasets
@@ -102,6 +103,15 @@ def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, size):
     noise = StepNoise(1e-9, 0.5)
     parts = gradients_of_step(loaded, noise, micro_batch_size=size)
     assert_close(gradients_of_step(loaded, noise), parts)
+
+
+def test_a_network_is_freed_after_private_rounds(without_collector):
+    """So are the sums of a round, in float64 beside the network, before the next round begins."""
+    loaded = loaded_of()
+    network = weakref.ref(loaded.model.network)
+    trained(loaded, StepNoise(1.0, 1.0))
+    del loaded
+    assert network() is None
 
 
 def test_a_failing_example_is_zero_and_affects_no_other(loaded, draw_all, monkeypatch, caplog):
