@@ -167,6 +167,20 @@ def test_examples_that_cannot_be_encoded_count_and_fail_when_read(wrong, left_ou
         encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
 
 
+def test_examples_that_cannot_be_encoded_are_reported_once(loaded, draw_all, caplog):
+    """They come last among the rows, so that a step would report them by other numbers."""
+    digits = loaded.splits["train"].select(range(12))
+    labels = [str(label) for label in digits["label"]]
+    labels[2] = "a zebra"
+    examples = encode_each(loaded.task, digits.remove_columns("label").add_column("label", labels))
+    state, steps = loaded.model.initial_state(), make_training_settings(loaded.config, 1, 12)
+    work = ClientWork(examples, state, 1.0, steps, WORK)
+    train_privately(loaded.model, loaded.task, work, StepNoise(1.0, 1.0))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "1 of 12 examples cannot be used" in message
+    assert "example 3" in message
+
+
 def test_gradient_checkpointing_changes_nothing(loaded, draw_all):
     noise = StepNoise(1e-9, 0.5)
     other = loaded_of(gradient_checkpointing=True)
