@@ -116,8 +116,10 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         else:
             start = load_resume_point(earlier, from_round, config, loaded)
         number = len(list(grid.get_nodes())) if simulating(grid) else None
-        counted = dataclasses.replace(config, num_clients=number or config.num_clients)
-        check_limits(counted, loaded.task.metric, start.records)
+        check_limits(
+            dataclasses.replace(config, num_clients=number or config.num_clients),
+            *(loaded.task.metric, start.records),
+        )
         if earlier is None:
             name = run_name(config, context.run_config, number)
             directory = RunDirectory.create(parent, name)

@@ -70,7 +70,7 @@ def test_a_plan_counts_the_evaluations_on_clients_in_the_rounds_that_have_one(tm
     ],
 )
 def test_the_first_round_is_counted_for_the_runs_own_number_of_clients(settings, tmp_path):
-    """The preset has 20 clients. Of 30, 25 train in a round, all are evaluated, or 6 fill a buffer."""
+    """The preset has 20 clients. Of 30, 25 train, all are evaluated, or 6 fill a buffer."""
     settings |= {"num_rounds": 1, "eval_every": 1}
     sent = run(tmp_path / "all", clients=30, **settings).summary
     needed = sent["bytes-up"] + sent["bytes-down"]
