@@ -115,9 +115,12 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             start = ResumePoint(loaded.model.initial_state())
         else:
             start = load_resume_point(earlier, from_round, config, loaded)
-        check_limits(config, loaded.task.metric, start.records)
+        number = len(list(grid.get_nodes())) if simulating(grid) else None
+        check_limits(
+            dataclasses.replace(config, num_clients=number or config.num_clients),
+            *(loaded.task.metric, start.records),
+        )
         if earlier is None:
-            number = len(list(grid.get_nodes())) if simulating(grid) else None
             name = run_name(config, context.run_config, number)
             directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -120,7 +120,7 @@ def check_missing(study: Study, results: Results) -> None:
     for run in rows.values():
         try:
             config = read_config(with_preset_path(dict(run.settings) | dict(run.overrides)))
-            number_of_clients(config, run.num_clients)
+            config = replace(config, num_clients=number_of_clients(config, run.num_clients))
             check_limits(config, Skeleton(config).task.metric, [])
         except ValueError as error:
             raise ValueError(f"study: {run}: {error}") from None

@@ -124,7 +124,7 @@ class FederatedTuning(Strategy):
                 break
             # The last round is evaluated. It may be known only after training: by the time, by more
             # bytes than in earlier rounds, or by devices that refuse to train further.
-            last = number == num_rounds or exceeds_max_bytes(config, self.records, rounds=2)
+            last = number == num_rounds or exceeds_max_bytes(self._counted, self.records, 2)
             last = last or (privacy is not None and privacy.ends_after(1))
             # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)
@@ -287,10 +287,15 @@ class FederatedTuning(Strategy):
         """Return why the run stops before a round of that number; "" if it continues."""
         federation, privacy = self.federation, self.federation.privacy
         metric = federation.loaded.task.metric
-        reason = stop_reason(federation.config, metric, records, number)
+        reason = stop_reason(self._counted, metric, records, number)
         if not reason and privacy is not None and privacy.ends_after(0):
             reason = f"epsilon: no room for round {number}; the run ends here"
         return reason
+
+    @property
+    def _counted(self) -> Config:
+        """Return the settings with the run's number of clients, which may not be the preset's."""
+        return replace(self.federation.config, num_clients=self.federation.registry.partitions)
 
     @property
     def memory(self) -> Tensors:

@@ -316,7 +316,7 @@ class ForwardPass(OptimizerStep):
         device = next(network.parameters()).device
         settings = TrainingSettings(0, batch_size, 0.0, precision)
         nothing = [torch.zeros((), device=device)]
-        super().__init__(nothing, settings, no_scaler(device), self.__call__, capturable=True)
+        super().__init__(nothing, settings, no_scaler(device), _no_gradients, capturable=True)
         self.network, self.device = network, device
 
     def __call__(self, micro_batches: MicroBatches) -> Tensor:
@@ -325,6 +325,10 @@ class ForwardPass(OptimizerStep):
         (inputs,) = micro_batches
         with autocast(self.device.type, self.settings.precision, cache_enabled=False):
             return cast(Tensor, self.network(**inputs).logits)
+
+
+def _no_gradients(_: MicroBatches) -> Tensor:
+    raise AssertionError("a forward pass adds no gradients")
 
 
 class CapturedNetwork:

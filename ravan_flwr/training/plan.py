@@ -109,8 +109,7 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
     up, down = clients * skeleton.bytes_up(1.0), clients * skeleton.bytes_down(1.0)
     all_up, all_down, calibration_bytes = rounds * up, rounds * down, 0
     if calibration := method.calibration:
-        all_clients = calibration.all_clients
-        calibrated = num_clients if all_clients else config.num_asked(num_clients)
+        calibrated = num_clients if calibration.all_clients else config.num_asked(num_clients)
         reached = min(rounds * clients, num_clients)  # clients that get the fixed tensors
         initial = method.initial_state(skeleton.adapters)  # a calibration is sent in float32
         requests = calibrated * (
@@ -124,8 +123,10 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
             f"{calibrated} clients send {calibration.bytes_up:,} bytes each; a client gets "
             f"{calibration.bytes_down:,} once",
         )
+    evaluated = 0
     if config.evaluate_on == "clients":  # all clients get the state
-        all_down += math.ceil(rounds / config.eval_every) * num_clients * skeleton.bytes_down(1.0)
+        evaluated = num_clients * skeleton.bytes_down(1.0)
+        all_down += math.ceil(rounds / config.eval_every) * evaluated
     epochs = config.local_epochs
     steps = (
         f"local-steps=epochs:{epochs:g}" if epochs else f"{config.local_steps} steps of a client"
@@ -142,9 +143,13 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
     if method.trainable_parameters() or skeleton.classifier_size:
         yield _row("time", _measured(config, clients * (config.local_steps or 0)))
     if config.max_bytes is not None:
-        within = max(
-            0, int((config.max_bytes - calibration_bytes) // bytes_of_round(config, skeleton))
-        )
+        spent, within, largest = calibration_bytes, 0, bytes_of_round(config, skeleton)
+        while within < rounds and spent + largest <= config.max_bytes:
+            within += 1
+            # A round after which no further one may fit is evaluated, as the last one is.
+            is_last = spent + 2 * largest > config.max_bytes
+            evaluates = is_last or within % config.eval_every == 0
+            spent += up + down + (evaluated if evaluates else 0)
         enough = "all" if within >= rounds else f"{within} of {rounds}"
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.privacy != "none":

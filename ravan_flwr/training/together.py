@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.adapters import LoRALinear, MultiHeadLinear
 from ravan_flwr.methods.base import Method
@@ -36,7 +37,8 @@ def reason_for_one_by_one(model: AdaptedModel, task: Task, settings: TrainingSet
     """Return why clients cannot be trained in one pass; "" if they can."""
     method, modules = model.method, [*model.network.modules()]
     config: dict[str, object] = cast(Any, model.network).config.to_dict()
-    dropout = [value for key, value in config.items() if "drop" in key]
+    # CvT has a rate for each stage, in a list.
+    dropout = tree_leaves([value for key, value in config.items() if "drop" in key])
     reasons = {
         "the method's clients change more than the factors of an adapter": any(
             type(adapter) not in (MultiHeadLinear, LoRALinear) for adapter in model.adapters

@@ -46,6 +46,44 @@ def test_a_plan_counts_the_rounds_within_the_limit():
     assert "max-bytes" not in plan_of(QUICK)
 
 
+def test_a_plan_of_a_method_that_sends_nothing_has_room_for_all_rounds():
+    assert "enough for all rounds" in plan_of(QUICK | {"method": "local", "max-bytes": 1e6})
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_evaluations_on_clients_in_the_rounds_that_have_one(tmp_path):
+    """All clients get the state in every fifth round, and in the last one; two train in each."""
+    settings = {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 20}
+    settings |= {"max-bytes": 15.0 * bytes_of(1.0)}
+    rounds = len(records_of(run(tmp_path, **{k.replace("-", "_"): v for k, v in settings.items()})))
+    assert 5 < rounds < 15
+    assert f"enough for {rounds} of 20 rounds" in plan_of(QUICK | settings, 4)
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clients_per_round": 25},
+        {"evaluate_on": "clients", "validation_share": 0.2},
+        {"aggregation": "async", "buffer_size": 6, "concurrency": 8},
+    ],
+)
+def test_the_first_round_is_counted_for_the_runs_own_number_of_clients(settings, tmp_path):
+    """The preset has 20 clients. Of 30, 25 train, all are evaluated, or 6 fill a buffer."""
+    settings |= {"num_rounds": 1, "eval_every": 1}
+    sent = run(tmp_path / "all", clients=30, **settings).summary
+    needed = sent["bytes-up"] + sent["bytes-down"]
+    with pytest.raises(ValueError, match=rf"a round takes {needed:,} bytes"):
+        run(tmp_path / "less", clients=30, max_bytes=needed - 1.0, **settings)
+    assert not (tmp_path / "less").exists()
+    options = {name.replace("_", "-"): value for name, value in settings.items()}
+    up, down = (
+        f"{sent[way]:,} {text}" for way, text in (("bytes-up", "bytes up"), ("bytes-down", "down"))
+    )
+    assert f"1 rounds: at most {up}, {down}" in plan_of(QUICK | options, 30)
+
+
 def test_a_limit_below_one_round_is_refused_before_the_run(tmp_path):
     with pytest.raises(ValueError, match="max-bytes = 9: a round takes"):
         run(tmp_path, max_bytes=9.0)

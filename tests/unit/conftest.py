@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -8,3 +10,11 @@ def on_a_device(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     monkeypatch.setattr(TaskIdentity, "_task_id", 77)
     return tmp_path / "flwr" / "ravan-flwr" / "once"
+
+
+@pytest.fixture
+def without_collector():
+    """Let nothing be freed by Python's collector, which does not know when a GPU is full."""
+    gc.disable()
+    yield
+    gc.enable()

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from logging import getLogger
 from typing import Any
 
@@ -138,12 +139,13 @@ class PrivateTrainingLoop(TrainingLoop):
         self.dropout_seed = secrets.randbits(63)
 
     def draw_batches(self) -> Iterator[np.ndarray]:
-        """Yield Poisson samples of the rows, from the system's entropy, without end.
+        """Return Poisson samples of the rows, from the system's entropy, without end.
 
         Batches have different sizes, and may be empty. A known seed would reveal their examples.
         """
-        while True:
-            yield subsample(len(self.work.examples), self.rate)
+        # Without `self`: a cycle would keep this loop, and the network, in memory after the round.
+        number, rate = len(self.work.examples), self.rate
+        return (subsample(number, rate) for _ in count())
 
     def read(self, micro_batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Return the rows unread: an example that cannot be read must not end a step."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,21 @@ def test_memory_that_captured_steps_hold_is_given_back_to_an_evaluation(loaded, 
     upload(loaded)
     assert evaluate_all(loaded.model, loaded.task, examples, 36) == expected
     assert loaded.model.training_graphs is None
+
+
+@pytest.mark.parametrize("step", ["training", "evaluation"])
+def test_a_network_with_captured_steps_is_freed_at_once(step, without_collector):
+    """For another run a worker builds another one, for which a GPU may have no room beside it."""
+    loaded = ModelAndData(read_config({"device": "cpu", "lora-rank": 2}))
+    network = weakref.ref(loaded.model.network)
+    graphs = GraphCache(recorder := Recorder(), at_first=step == "training")
+    setattr(loaded.model, f"{step}_graphs", graphs)
+    for _ in range(3):
+        upload(loaded)
+        evaluate_all(loaded.model, loaded.task, {"data": loaded.partition(1, 40).train}, 36)
+    assert recorder.recordings == 1
+    del loaded, graphs
+    assert network() is None
 
 
 def test_full_memory_without_captured_steps_is_an_error(loaded, monkeypatch):

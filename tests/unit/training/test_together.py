@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
@@ -169,6 +170,18 @@ def test_reasons_to_train_one_by_one(settings, part):
     assert bool(reason) == bool(part)
     loaded.model.network.config.hidden_dropout_prob = 0.1
     assert part or "dropout" in reason_for_one_by_one(loaded.model, loaded.task, steps)
+
+
+def test_a_network_with_a_rate_of_dropout_for_each_stage_trains_one_by_one(tmp_path):
+    """CvT leaves out paths of its third stage, by its default configuration."""
+    config = transformers.CvtConfig(embed_dim=[8] * 3, num_heads=[1] * 3, depth=[1, 2, 3])
+    transformers.CvtModel(config).save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    loaded = made(preset="svhn-vit-b16", model=str(tmp_path), rank=2)
+    steps = TrainingSettings(**STEPS)
+    assert "has dropout" in reason_for_one_by_one(loaded.model, loaded.task, steps)
+    loaded.model.network.config.drop_path_rate = [0.0] * 3
+    assert not reason_for_one_by_one(loaded.model, loaded.task, steps)
 
 
 RUN: dict[str, Scalar] = {

@@ -1,6 +1,7 @@
 """Private steps on real digits: Poisson batches, microbatches, fresh noise, and refusals."""
 
 import math
+import weakref
 from contextlib import contextmanager, suppress
 
 import datasets
@@ -104,6 +105,15 @@ def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, size):
     assert_close(gradients_of_step(loaded, noise), parts)
 
 
+def test_a_network_is_freed_after_private_rounds(without_collector):
+    """So are the sums of a round, in float64 beside the network, before the next round begins."""
+    loaded = loaded_of()
+    network = weakref.ref(loaded.model.network)
+    trained(loaded, StepNoise(1.0, 1.0))
+    del loaded
+    assert network() is None
+
+
 def test_a_failing_example_is_zero_and_affects_no_other(loaded, draw_all, monkeypatch, caplog):
     """Skipping the whole step would make the others' update depend on that example."""
     noise, took = StepNoise(1e-9, 0.5), Encoded.take
@@ -155,6 +165,20 @@ def test_examples_that_cannot_be_encoded_count_and_fail_when_read(wrong, left_ou
     assert read == [value for value in range(12) if value not in (*wrong, *left_out)]
     with pytest.raises(ValueError, match="none of 12 examples can be used: example 1: got unknown"):
         encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
+
+
+def test_examples_that_cannot_be_encoded_are_reported_once(loaded, draw_all, caplog):
+    """They come last among the rows, so that a step would report them by other numbers."""
+    digits = loaded.splits["train"].select(range(12))
+    labels = [str(label) for label in digits["label"]]
+    labels[2] = "a zebra"
+    examples = encode_each(loaded.task, digits.remove_columns("label").add_column("label", labels))
+    state, steps = loaded.model.initial_state(), make_training_settings(loaded.config, 1, 12)
+    work = ClientWork(examples, state, 1.0, steps, WORK)
+    train_privately(loaded.model, loaded.task, work, StepNoise(1.0, 1.0))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "1 of 12 examples cannot be used" in message
+    assert "example 3" in message
 
 
 def test_gradient_checkpointing_changes_nothing(loaded, draw_all):
