@@ -12,11 +12,11 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.hub import (
-    CSV,
     TABLES,
     as_files,
     cache_folder,
     check_encoding,
+    csv_options,
     every_split,
     hub_errors,
     load_data,
@@ -88,13 +88,13 @@ def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             "them; take the others out"
         )
     ((loader, names),) = by_loader.items()
+    cache = str(cache_folder(folder, files))
     source: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
     if loader == "imagefolder":  # the folder's name is the label, even if there is only one folder
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
     elif loader == "csv":
-        source |= CSV
-    cache = str(cache_folder(folder, files))
+        source |= csv_options([*map(Path, names)])
     with hub_errors("data", str(folder), where=where):
         examples = datasets.load_dataset(loader, split="train", cache_dir=cache, **source)
     if not len(examples):
