@@ -105,14 +105,14 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("node config", _node_config, text)
     with contextlib.suppress(ValueError):  # the check above reports it
         settings = parse_node_config(text)
-    for name in ("data-path", "cache-dir"):
+    if "data-path" in settings:
+        path = Path(str(settings["data-path"]))
+        yield _check("data-path", _access, path, options.user, "readable")
+    for name in ("cache-dir", "result-path"):
         if name in settings:
-            path = Path(str(settings[name]))
-            yield _check(name, _access, path, options.user, "readable")
-    if "result-path" in settings:
-        parent = Path(str(settings["result-path"]))
-        parent = parent if parent.exists() else parent.parent
-        yield _check("result-path", _access, parent, options.user, "writable")
+            parent = Path(str(settings[name]))
+            parent = parent if parent.exists() else parent.parent
+            yield _check(name, _access, parent, options.user, "writable")
 
 
 def _server(folder: Path, options: Namespace) -> Iterator[Check]:

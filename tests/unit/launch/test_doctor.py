@@ -248,6 +248,18 @@ def test_wrong_permissions_of_files_and_folders_are_reported(keys, tmp_path, cap
     assert "--node-config" in checks["node config"][1]
 
 
+def test_a_cache_is_a_folder_to_write_to(keys, tmp_path, capsys, plenty):
+    """Examples are encoded into it, and it is made where it is missing."""
+    (tmp_path / "open").mkdir()
+    user = ["--user", "nobody"] if os.getuid() == 0 else []
+    for path, ok in ((tmp_path / "open", True), (tmp_path / "new", True), ("/proc/self", False)):
+        settings = f'partition-id=0 num-partitions=1 cache-dir="{path}"'
+        checks, _ = checks_of(
+            capsys, keys / "node-0", "--node-config", settings, *(user if not ok else [])
+        )
+        assert checks["cache-dir"][0] == ok, path
+
+
 def test_a_file_is_no_folder_to_write_to(keys, tmp_path, capsys, plenty, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "runs").mkdir()
