@@ -7,6 +7,7 @@ device's. The checks are independent, so one fault does not hide another.
 import contextlib
 import importlib.metadata
 import os
+import pwd
 import shlex
 import shutil
 import socket
@@ -266,11 +267,17 @@ def _access(path: Path, user: str | None, right: str) -> str:
 
 def _as_user(command: list[str], user: str | None) -> str:
     """Return the first line that a command prints as the service's user, errors included."""
-    options: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
+    options: dict[str, Any] = {}
+    if user:
+        try:
+            group = pwd.getpwnam(user).pw_gid
+        except KeyError:
+            raise ValueError(
+                f"--user {user}: there is no such user; make it with useradd"
+            ) from None
+        options = {"user": user, "group": group, "extra_groups": os.getgrouplist(user, group)}
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    except (KeyError, ValueError):
-        raise ValueError(f"--user {user}: there is no such user; make it with useradd") from None
     except PermissionError:
         raise ValueError(f"--user {user}: call this command as root (sudo)") from None
     lines = (result.stdout + result.stderr).strip().splitlines()

@@ -1,7 +1,9 @@
 """`ravan-flwr doctor`: a correct machine, and several faults at once, each with advice."""
 
+import grp
 import http.server
 import os
+import pwd
 import shutil
 import socket
 import ssl
@@ -258,6 +260,25 @@ def test_a_cache_is_a_folder_to_write_to(keys, tmp_path, capsys, plenty):
             capsys, keys / "node-0", "--node-config", settings, *(user if not ok else [])
         )
         assert checks["cache-dir"][0] == ok, path
+
+
+def test_a_user_has_the_groups_of_the_system(monkeypatch):
+    """Debian's nobody has no group of its name, and was called no user at all."""
+    asked = []
+
+    def run(command, *, user, group, extra_groups, **_):
+        asked.append((user, group, {group, *extra_groups}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for entry in pwd.getpwall():
+        doctor._as_user(["true"], entry.pw_name)
+        user, group, groups = asked.pop()
+        named = {one.gr_gid for one in grp.getgrall() if entry.pw_name in one.gr_mem}
+        assert (user, group) == (entry.pw_name, entry.pw_gid)
+        assert groups == {entry.pw_gid, *named}
+    with pytest.raises(ValueError, match="there is no such user"):
+        doctor._as_user(["true"], "no-such-user")
 
 
 def test_a_file_is_no_folder_to_write_to(keys, tmp_path, capsys, plenty, monkeypatch):
