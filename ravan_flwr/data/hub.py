@@ -212,9 +212,11 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
     files = visible_files(root)
     check_one_format(root, files)
     cache = str(cache_folder(root, files))
-    is_csv = {path.suffix.lower() for path in files} == {".csv"}
+    # Images may have a metadata table; other files, such as a license, are not read.
+    read = {path.suffix.lower() for path in files} & {*TABLES, *IMAGES}
     # Of a copy of a hub repository it is not known which files are those of the subset.
-    options = csv_options([] if subset else files) if is_csv else {}
+    tables = [path for path in files if path.suffix.lower() == ".csv" and not subset]
+    options = csv_options(tables) if read == {".csv"} else {}
     return {"path": str(root), "name": subset or None, "cache_dir": cache} | options
 
 
