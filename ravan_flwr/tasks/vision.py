@@ -1,14 +1,15 @@
 """Classify images.
 
 The model's image processor resizes every image once, to bytes. Its rescaling and normalising
-are one multiplication and one addition per channel, done on the accelerator. For a model without a
+are one multiplication and one addition per channel, done on the accelerator. If a processor
+computes anything else, as EfficientNet's does, its numbers are kept. For a model without a
 processor, an image is converted to the model's size and channels, and its pixels from [0, 1] to
 [-1, 1].
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,17 +149,28 @@ class Vision(Classification):
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
-        """Return resized images, (images, channels, height, width), not rescaled or normalised.
+        """Return resized images, (images, channels, height, width).
 
-        A processor may return images of different sizes; these cannot be stacked.
+        They are neither rescaled nor normalised if `_affine` does so. A processor may return images
+        of different sizes; these cannot be stacked.
         """
-        read = self.reader(
-            images=[_for_processor(image, self._channels) for image in images],
-            do_rescale=False,
-            do_normalize=False,
-            return_tensors="np",
-        )
+        return self._processed(images, **_RESIZE if self._is_affine else {})
+
+    def _processed(self, images: Sequence[Any], **options: bool) -> np.ndarray:
+        """Return the processor's output."""
+        converted = [_for_processor(image, self._channels) for image in images]
+        read = self.reader(images=converted, return_tensors="np", **options)
         return cast(np.ndarray, read["pixel_values"])
+
+    @cached_property
+    def _is_affine(self) -> bool:
+        """Return whether the processor resizes to bytes, and all else that it does is `_affine`."""
+        gradient = [Image.linear_gradient("L")]
+        resized, whole = self._processed(gradient, **_RESIZE), self._processed(gradient)
+        scale, shift = self._affine(torch.device("cpu"))
+        pixels = (torch.from_numpy(resized) * scale + shift).numpy()
+        is_same = pixels.shape == whole.shape and np.allclose(pixels, whole, atol=1e-4)
+        return resized.dtype == np.uint8 and is_same
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         if hasattr(config, "image_size"):
@@ -188,6 +200,10 @@ class Vision(Classification):
 
 
 TASK = Vision
+
+
+# The options of a processor that only resizes.
+_RESIZE = {"do_rescale": False, "do_normalize": False}
 
 
 def _height_and_width(side: Any) -> tuple[int, int]:
