@@ -112,13 +112,7 @@ class Vision(Classification):
             images = read_tensors(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        max_value = 255 if images.dtype.kind in "iu" else 1
-        if images.size and not (images.min() >= 0 and images.max() <= max_value):
-            raise ValueError(
-                f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
-                "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
-            )
-        images = images.astype(np.uint8) if max_value > 1 else images
+        images = images.astype(np.uint8) if _check_range(images) > 1 else images
         # Bytes remain bytes until a batch is computed, which takes a quarter of the memory.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != shape:
@@ -248,10 +242,19 @@ def _for_processor(image: Any, channels: int) -> Any:
         check_bits(image.mode, "an image")
         return image.convert(_mode(channels))
     array = np.asarray(image)
-    if array.dtype.kind == "f":
-        array = (array * 255).round()
-    array = array.astype(np.uint8)
+    array = (array * (255 / _check_range(array))).round().astype(np.uint8)
     return np.repeat(array[..., None], channels, axis=-1) if array.ndim == 2 else array
+
+
+def _check_range(images: np.ndarray) -> int:
+    """Return the value of white: 255 in whole numbers, else 1; ValueError for other values."""
+    white = 255 if images.dtype.kind in "iu" else 1
+    if images.size and not (images.min() >= 0 and images.max() <= white):
+        raise ValueError(
+            f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
+            "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
+        )
+    return white
 
 
 def _mode(channels: int) -> str:

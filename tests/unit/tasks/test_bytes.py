@@ -38,12 +38,18 @@ def examples(images, feature):
     [
         ([-1, 255], "int64", "got numbers from -1 to 255, expected whole ones from 0 to 255"),
         ([0.0, 255.0], "float32", "got numbers from 0 to 255, .* or others from 0 to 1"),
+        ([0, 4095], "int16", "got numbers from 0 to 4095, expected whole ones from 0 to 255"),
     ],
 )
-def test_values_that_are_no_pixels_are_refused(pixels, dtype, message):
+@pytest.mark.parametrize("processor", [False, True])
+def test_values_that_are_no_pixels_are_refused(pixels, dtype, message, processor, tmp_path):
     images = [[[pixels[(i + j) % 2] for i in range(16)] for j in range(16)]]
+    vision = task()
+    if processor:
+        transformers.ViTImageProcessorPil().save_pretrained(tmp_path)
+        vision = Vision(vision.data, 0, lambda: tmp_path, dict)
     with pytest.raises(ValueError, match=message):
-        task().encode(examples(images, datasets.Array2D((16, 16), dtype)))
+        vision.encode(examples(images, datasets.Array2D((16, 16), dtype)))
 
 
 def test_integers_of_any_type_are_stored_as_bytes():
