@@ -214,7 +214,8 @@ def _check_sides(folder: Path) -> None:
     settings = read_json(folder / PROCESSOR, str(folder))
     for key in ("size", "crop_size", "pad_size"):
         value = settings.get(key)
-        sides = value.values() if isinstance(value, dict) else [value]
+        pair = value if isinstance(value, list) else [value]
+        sides = value.values() if isinstance(value, dict) else pair
         if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
             raise ValueError(
                 f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
