@@ -2,7 +2,7 @@
 
 CSV, JSON lines (one object per line) and parquet have named columns; a folder of images has a row
 for each image. An unreadable row is returned with the reason. Later rows are still read, except
-after a CSV field without an end.
+after a CSV field with misplaced quotation marks, whose end is not certain.
 Values are checked too: a text must be a string, and an image must open.
 """
 
@@ -140,7 +140,8 @@ def _fields(path: Path, file: IO[str], *, strict: bool = True) -> Iterator[list[
         except csv.Error as error:
             raise ValueError(
                 f"data = {str(path)!r}: line {lines.line_num} is no CSV ({error}), expected "
-                f"fields of {_LONGEST:,} characters at most; shorten them"
+                f"fields of {_LONGEST:,} characters at most, and quotation marks around whole "
+                "fields, doubled within them; correct the line"
             ) from None
         finally:
             csv.field_size_limit(before)
