@@ -86,7 +86,7 @@ class Vision(Classification):
             return self._without_processor(examples, labels)
         feature = examples.features["image"]
         first = self._pixels(_images([examples[0]["image"]], feature))[0]
-        numbered = examples.remove_columns("label").add_column("labels", labels)
+        numbered = examples.select_columns("image").add_column("labels", labels)
 
         def encoded(columns: Mapping[str, Any]) -> Columns:
             pixels = self._pixels(_images(columns["image"], feature))
