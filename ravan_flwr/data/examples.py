@@ -215,7 +215,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             f"{where}: {missing} examples have no label, expected one each; take them out"
         )
     if isinstance(feature, datasets.ClassLabel):
-        column = [feature.names[number] if number >= 0 else None for number in column]
+        column = [None if n is None or n < 0 else feature.names[n] for n in column]
     elif feature.dtype == "bool":  # no indices, although True == 1
         column = [name if (name := str(value)) in labels else name.lower() for value in column]
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):

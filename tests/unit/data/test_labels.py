@@ -71,6 +71,15 @@ def test_examples_without_a_label_are_counted(labels):
         label_numbers(train, ("a", "b"), "labels")
 
 
+@pytest.mark.parametrize("missing", [None, -1])
+def test_a_numbered_class_may_be_missing(missing):
+    """Published test splits have -1, and a table of one's own may have no value."""
+    features = datasets.Features(label=datasets.ClassLabel(names=["a", "b"]))
+    train = datasets.Dataset.from_dict({"label": [1, missing, 0]}, features)
+    with pytest.raises(ValueError, match="labels: got unknown labels None; expected a, b"):
+        label_numbers(train, ("a", "b"), "labels")
+
+
 def test_each_of_several_test_sets_needs_labels(folder):
     rows = [(f"text {n}", "ab"[n % 2]) for n in range(40)]
     folder(rows, "train.jsonl")
