@@ -182,10 +182,15 @@ def _request(
     """
     host, port = _parts(address)
     try:
+        trusted = authority is not None and ssl.create_default_context(cafile=str(authority))
+    except OSError as error:
+        raise ValueError(
+            f"{authority}: got no certificate ({error}), expected PEM; copy the folder again"
+        ) from None
+    try:
         return httpx.request(
             method, httpx.URL(scheme="https", host=host, port=port, path=path), trust_env=False,
-            verify=authority is not None and ssl.create_default_context(cafile=str(authority)),
-            timeout=_TIMEOUT,
+            verify=trusted, timeout=_TIMEOUT,
         )  # fmt: skip
     except (OSError, httpx.HTTPError) as error:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -141,6 +141,19 @@ def test_a_certificate_of_another_authority_is_reported(keys, other, capsys, ple
     assert "copy ca.crt" in checks["SuperLink"][1]
 
 
+@pytest.mark.parametrize("content", [None, "", "no certificate\n"])
+def test_a_missing_or_damaged_authority_is_no_fault_of_the_network(keys, content, capsys, plenty):
+    path = keys / "superlink" / "ca.crt"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    checks, _ = checks_of(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}")
+    for name in ("SuperLink", "proxy"):
+        assert not checks[name][0]
+        assert f"{path}: got no certificate" in checks[name][1]
+        assert "firewall" not in checks[name][1]
+
+
 def test_an_unreadable_node_config_does_not_stop_other_checks(keys, capsys):
     (keys / "node-0.env").write_text('NODE_CONFIG="partition-id=0\n')
     config = "partition-id=0 num-partitions=2 data-path=/srv/data"
