@@ -276,7 +276,7 @@ def test_a_cache_is_a_folder_to_write_to(keys, tmp_path, capsys, plenty):
 
 
 def test_a_user_has_the_groups_of_the_system(monkeypatch):
-    """Debian's nobody has no group of its name, and was called no user at all."""
+    """Some users have no group of their own name, and were called no users at all."""
     asked = []
 
     def run(command, *, user, group, extra_groups, **_):
