@@ -12,11 +12,11 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.hub import (
-    CSV,
     TABLES,
     as_files,
     cache_folder,
     check_encoding,
+    csv_options,
     every_split,
     hub_errors,
     load_data,
@@ -88,13 +88,13 @@ def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             "them; take the others out"
         )
     ((loader, names),) = by_loader.items()
+    cache = str(cache_folder(folder, files))
     source: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
     if loader == "imagefolder":  # the folder's name is the label, even if there is only one folder
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
     elif loader == "csv":
-        source |= CSV
-    cache = str(cache_folder(folder, files))
+        source |= csv_options([*map(Path, names)])
     with hub_errors("data", str(folder), where=where):
         examples = datasets.load_dataset(loader, split="train", cache_dir=cache, **source)
     if not len(examples):
@@ -215,7 +215,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             f"{where}: {missing} examples have no label, expected one each; take them out"
         )
     if isinstance(feature, datasets.ClassLabel):
-        column = [feature.names[number] if number >= 0 else None for number in column]
+        column = [None if n is None or n < 0 else feature.names[n] for n in column]
     elif feature.dtype == "bool":  # no indices, although True == 1
         column = [name if (name := str(value)) in labels else name.lower() for value in column]
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):

@@ -32,12 +32,10 @@ from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
-from ravan_flwr.data.rows import IMAGES
+from ravan_flwr.data.rows import IMAGES, text_columns
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
-# Only an empty field of CSV counts as missing: a class may be called None, and a text NA.
-CSV = {"keep_default_na": False, "na_values": [""]}
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
@@ -198,8 +196,8 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
                 f"data {root}: got a file of kind {root.suffix!r}, expected "
                 f"{', '.join(TABLES)}, or a folder; name another"
             )
-        options = CSV if loader == "csv" else {}
         cache = str(cache_folder(root, [root]))
+        options = csv_options([root]) if loader == "csv" else {}
         return {"path": loader, "data_files": glob.escape(str(root)), "cache_dir": cache} | options
     if subset and not (root / "README.md").is_file():
         if (root / subset).is_dir():
@@ -213,9 +211,30 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
         subset = ""
     files = visible_files(root)
     check_one_format(root, files)
-    options = CSV if {path.suffix.lower() for path in files} == {".csv"} else {}
     cache = str(cache_folder(root, files))
+    # Images may have a metadata table; other files, such as a license, are not read.
+    read = {path.suffix.lower() for path in files} & {*TABLES, *IMAGES}
+    # Of a copy of a hub repository it is not known which files are those of the subset.
+    tables = [path for path in files if path.suffix.lower() == ".csv" and not subset]
+    options = csv_options(tables) if read == {".csv"} else {}
     return {"path": str(root), "name": subset or None, "cache_dir": cache} | options
+
+
+def csv_options(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the options by which `datasets` reads these files of CSV.
+
+    Only an empty field counts as missing: a class may be called None, and a text NA. A column is
+    read as texts unless it has numbers alone, or booleans, in all files. pandas would decide that
+    for every 10,000 rows anew, and take 007 for the number 7.
+    """
+    texts = sorted(set[str]().union(*map(text_columns, files)))
+    return {
+        "keep_default_na": False, "na_values": [""], "converters": dict.fromkeys(texts, _text)
+    }  # fmt: skip
+
+
+def _text(field: str) -> str | None:
+    return field or None
 
 
 def check_one_format(folder: Path, files: Sequence[Path]) -> None:

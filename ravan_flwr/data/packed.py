@@ -58,7 +58,9 @@ def check_csv(path: Path) -> None:
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file)
         try:
-            header, fields = csv_header(lines, str(path)), next(lines, [])
+            header = csv_header(lines, str(path))
+            # pandas ignores blank lines.
+            fields = next((row for row in lines if len(row) > 1 or "".join(row).strip()), [])
             while file.read(_CHUNK):
                 pass
         except UnicodeDecodeError:

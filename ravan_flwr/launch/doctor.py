@@ -7,6 +7,7 @@ device's. The checks are independent, so one fault does not hide another.
 import contextlib
 import importlib.metadata
 import os
+import pwd
 import shlex
 import shutil
 import socket
@@ -105,14 +106,14 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("node config", _node_config, text)
     with contextlib.suppress(ValueError):  # the check above reports it
         settings = parse_node_config(text)
-    for name in ("data-path", "cache-dir"):
+    if "data-path" in settings:
+        path = Path(str(settings["data-path"]))
+        yield _check("data-path", _access, path, options.user, "readable")
+    for name in ("cache-dir", "result-path"):
         if name in settings:
-            path = Path(str(settings[name]))
-            yield _check(name, _access, path, options.user, "readable")
-    if "result-path" in settings:
-        parent = Path(str(settings["result-path"]))
-        parent = parent if parent.exists() else parent.parent
-        yield _check("result-path", _access, parent, options.user, "writable")
+            parent = Path(str(settings[name]))
+            parent = parent if parent.exists() else parent.parent
+            yield _check(name, _access, parent, options.user, "writable")
 
 
 def _server(folder: Path, options: Namespace) -> Iterator[Check]:
@@ -181,10 +182,15 @@ def _request(
     """
     host, port = _parts(address)
     try:
+        trusted = authority is not None and ssl.create_default_context(cafile=str(authority))
+    except OSError as error:
+        raise ValueError(
+            f"{authority}: got no certificate ({error}), expected PEM; copy the folder again"
+        ) from None
+    try:
         return httpx.request(
             method, httpx.URL(scheme="https", host=host, port=port, path=path), trust_env=False,
-            verify=authority is not None and ssl.create_default_context(cafile=str(authority)),
-            timeout=_TIMEOUT,
+            verify=trusted, timeout=_TIMEOUT,
         )  # fmt: skip
     except (OSError, httpx.HTTPError) as error:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -266,11 +272,17 @@ def _access(path: Path, user: str | None, right: str) -> str:
 
 def _as_user(command: list[str], user: str | None) -> str:
     """Return the first line that a command prints as the service's user, errors included."""
-    options: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
+    options: dict[str, Any] = {}
+    if user:
+        try:
+            group = pwd.getpwnam(user).pw_gid
+        except KeyError:
+            raise ValueError(
+                f"--user {user}: there is no such user; make it with useradd"
+            ) from None
+        options = {"user": user, "group": group, "extra_groups": os.getgrouplist(user, group)}
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    except (KeyError, ValueError):
-        raise ValueError(f"--user {user}: there is no such user; make it with useradd") from None
     except PermissionError:
         raise ValueError(f"--user {user}: call this command as root (sudo)") from None
     lines = (result.stdout + result.stderr).strip().splitlines()

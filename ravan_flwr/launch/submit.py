@@ -65,9 +65,13 @@ def submit(
             process.terminate()  # otherwise leaving this block would wait for its stream to end
             raise
     if process.returncode or run_id is None:
+        when = "before the run started"
+        if run_id is not None:  # such as by a lost connection
+            shown = shlex.join(["flwr", "ls", *named, "--run-id", run_id])
+            when = f"after run {run_id} had started; `{shown}` shows whether it goes on"
         raise RuntimeError(
-            f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
-            "started; its output is above"
+            f"`{shlex.join(command)}` ended with status {process.returncode} {when}; its output is "
+            "above"
         )
     command = ["flwr", "ls", *named, "--run-id", run_id, "--format", "json"]
     result = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)

@@ -119,6 +119,11 @@ class Decoder(Predicts):
         self.check()
         roles = {role for role, _ in self.data.columns} - {find_column(self.data)}
         keep = [name for name in examples.column_names if name not in roles]
+        if taken := [name for name in keep if name in self._features()]:
+            raise ValueError(
+                f"partition: got the column {taken[0]!r}, as a column of the encoded examples is "
+                "called, too; expected another name; rename it in the data"
+            )
         settings = {
             "reader": describe(self.reader),
             "special": self.reader.special_tokens_map,

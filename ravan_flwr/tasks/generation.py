@@ -65,7 +65,8 @@ class TextToText(Predicts, ByExample):
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         answers = self.answers(examples)
-        with_target = examples.add_column("target", [right[0] for right in answers])
+        read = examples.select_columns([role for role, _ in self.data.columns])
+        with_target = read.add_column("target", [right[0] for right in answers])
         features = fixed_length(("input_ids", "attention_mask"), self.max_length)
         features |= fixed_length(("labels",), self.data.target_length)
         settings = {

@@ -27,7 +27,8 @@ class Text(Classification):
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         labels = label_numbers(examples, self.data.labels, "labels")
-        numbered = examples.remove_columns("label").add_column("labels", labels)
+        texts = [role for role, _ in self.data.columns if role != "label"]
+        numbered = examples.select_columns(texts).add_column("labels", labels)
         features = fixed_length(self.reader.model_input_names, self.max_length)
         features |= {"labels": datasets.Value("int64")}
         settings = {"reader": describe(self.reader), "length": self.max_length}

@@ -1,14 +1,15 @@
 """Classify images.
 
 The model's image processor resizes every image once, to bytes. Its rescaling and normalising
-are one multiplication and one addition per channel, done on the accelerator. For a model without a
+are one multiplication and one addition per channel, done on the accelerator. If a processor
+computes anything else, as EfficientNet's does, its numbers are kept. For a model without a
 processor, an image is converted to the model's size and channels, and its pixels from [0, 1] to
 [-1, 1].
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ class Vision(Classification):
             return self._without_processor(examples, labels)
         feature = examples.features["image"]
         first = self._pixels(_images([examples[0]["image"]], feature))[0]
-        numbered = examples.remove_columns("label").add_column("labels", labels)
+        numbered = examples.select_columns("image").add_column("labels", labels)
 
         def encoded(columns: Mapping[str, Any]) -> Columns:
             pixels = self._pixels(_images(columns["image"], feature))
@@ -111,13 +112,7 @@ class Vision(Classification):
             images = read_tensors(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        max_value = 255 if images.dtype.kind in "iu" else 1
-        if images.size and not (images.min() >= 0 and images.max() <= max_value):
-            raise ValueError(
-                f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
-                "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
-            )
-        images = images.astype(np.uint8) if max_value > 1 else images
+        images = images.astype(np.uint8) if _check_range(images) > 1 else images
         # Bytes remain bytes until a batch is computed, which takes a quarter of the memory.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != shape:
@@ -148,17 +143,28 @@ class Vision(Classification):
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
-        """Return resized images, (images, channels, height, width), not rescaled or normalised.
+        """Return resized images, (images, channels, height, width).
 
-        A processor may return images of different sizes; these cannot be stacked.
+        They are neither rescaled nor normalised if `_affine` does so. A processor may return images
+        of different sizes; these cannot be stacked.
         """
-        read = self.reader(
-            images=[_for_processor(image, self._channels) for image in images],
-            do_rescale=False,
-            do_normalize=False,
-            return_tensors="np",
-        )
+        return self._processed(images, **_RESIZE if self._is_affine else {})
+
+    def _processed(self, images: Sequence[Any], **options: bool) -> np.ndarray:
+        """Return the processor's output."""
+        converted = [_for_processor(image, self._channels) for image in images]
+        read = self.reader(images=converted, return_tensors="np", **options)
         return cast(np.ndarray, read["pixel_values"])
+
+    @cached_property
+    def _is_affine(self) -> bool:
+        """Return whether the processor resizes to bytes, and all else that it does is `_affine`."""
+        gradient = [Image.linear_gradient("L")]
+        resized, whole = self._processed(gradient, **_RESIZE), self._processed(gradient)
+        scale, shift = self._affine(torch.device("cpu"))
+        pixels = (torch.from_numpy(resized) * scale + shift).numpy()
+        is_same = pixels.shape == whole.shape and np.allclose(pixels, whole, atol=1e-4)
+        return resized.dtype == np.uint8 and is_same
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         if hasattr(config, "image_size"):
@@ -190,6 +196,10 @@ class Vision(Classification):
 TASK = Vision
 
 
+# The options of a processor that only resizes.
+_RESIZE = {"do_rescale": False, "do_normalize": False}
+
+
 def _height_and_width(side: Any) -> tuple[int, int]:
     """Return height and width from a pair, or from the side of a square."""
     height, width = side if isinstance(side, list | tuple) else (side, side)
@@ -204,7 +214,8 @@ def _check_sides(folder: Path) -> None:
     settings = read_json(folder / PROCESSOR, str(folder))
     for key in ("size", "crop_size", "pad_size"):
         value = settings.get(key)
-        sides = value.values() if isinstance(value, dict) else [value]
+        pair = value if isinstance(value, list) else [value]
+        sides = value.values() if isinstance(value, dict) else pair
         if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
             raise ValueError(
                 f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
@@ -232,10 +243,19 @@ def _for_processor(image: Any, channels: int) -> Any:
         check_bits(image.mode, "an image")
         return image.convert(_mode(channels))
     array = np.asarray(image)
-    if array.dtype.kind == "f":
-        array = (array * 255).round()
-    array = array.astype(np.uint8)
+    array = (array * (255 / _check_range(array))).round().astype(np.uint8)
     return np.repeat(array[..., None], channels, axis=-1) if array.ndim == 2 else array
+
+
+def _check_range(images: np.ndarray) -> int:
+    """Return the value of white: 255 in whole numbers, else 1; ValueError for other values."""
+    white = 255 if images.dtype.kind in "iu" else 1
+    if images.size and not (images.min() >= 0 and images.max() <= white):
+        raise ValueError(
+            f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
+            "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
+        )
+    return white
 
 
 def _mode(channels: int) -> str:

@@ -107,6 +107,16 @@ def test_words_for_missing_values_are_read_as_texts(tmp_path):
 
 
 @LEFT_OPEN
+@pytest.mark.parametrize("beside", ["LICENSE", "notes.txt", "read me.pdf"])
+def test_other_files_beside_a_table_change_nothing_in_it(beside, tmp_path):
+    """A license made None a missing value on the server, and not on the devices."""
+    (tmp_path / "train.csv").write_text("sentence,label\nNA,None\nNo,007\n")
+    (tmp_path / beside).write_text("all rights reserved\n")
+    train = every_split(str(tmp_path), "", "")["train"]
+    assert train[:] == {"sentence": ["NA", "No"], "label": ["None", "007"]}
+
+
+@LEFT_OPEN
 def test_a_metadata_table_gives_the_labels_of_images(tmp_path):
     save_images(tmp_path, "all/0.png", "all/1.png")
     (tmp_path / "all" / "metadata.csv").write_text("file_name,label\n0.png,4\n1.png,2\n")

@@ -1,9 +1,11 @@
 """Classes found in the data, and the test split that is taken from the training examples."""
 
 import csv
+import gzip
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -11,7 +13,13 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
-from ravan_flwr.data.examples import label_numbers, load_splits, with_labels
+from ravan_flwr.data.examples import (
+    device_examples,
+    label_numbers,
+    load_splits,
+    other_examples,
+    with_labels,
+)
 from ravan_flwr.specs import DataSpec
 
 TEXTS = (("text", "text"), ("label", "label"))
@@ -63,6 +71,15 @@ def test_examples_without_a_label_are_counted(labels):
         label_numbers(train, ("a", "b"), "labels")
 
 
+@pytest.mark.parametrize("missing", [None, -1])
+def test_a_numbered_class_may_be_missing(missing):
+    """Published test splits have -1, and a table of one's own may have no value."""
+    features = datasets.Features(label=datasets.ClassLabel(names=["a", "b"]))
+    train = datasets.Dataset.from_dict({"label": [1, missing, 0]}, features)
+    with pytest.raises(ValueError, match="labels: got unknown labels None; expected a, b"):
+        label_numbers(train, ("a", "b"), "labels")
+
+
 def test_each_of_several_test_sets_needs_labels(folder):
     rows = [(f"text {n}", "ab"[n % 2]) for n in range(40)]
     folder(rows, "train.jsonl")
@@ -84,6 +101,36 @@ def test_numeric_labels_are_sorted_by_value(name, first, folder):
     train = load_splits(spec)["train"]
     numbers = label_numbers(train, spec.labels, "labels")
     assert [int(number) + first for number in numbers] == train["label"][:]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV
+@pytest.mark.parametrize("packed", [False, True])
+def test_zeros_in_front_of_a_label_are_kept(packed, folder):
+    """They vanish in a number, so 001 and 1 became one class, and 001 the second of the labels."""
+    names = ["001", "1", "002"]
+    rows = [(text, names[int(label.split()[1])]) for text, label in wines()]
+    spec = folder(rows, "train.csv")
+    file = Path(spec.name, "train.csv")
+    if packed:
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    assert with_labels(spec).labels == ("001", "002", "1")
+    expected = [["1", "001", "002"].index(label) for _, label in rows]
+    for examples in (
+        device_examples(spec.name, spec),
+        other_examples(spec)[0],
+        other_examples(replace(spec, name=str(file)))[0],
+    ):
+        assert label_numbers(examples, ("1", "001", "002"), "labels").tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV
+@pytest.mark.parametrize("names", [("7", "8+"), ("unknown", "True"), ("eight", "007")])
+def test_labels_of_a_sorted_file_are_read_alike_from_its_begin_to_its_end(names, folder):
+    """pandas decides for 10,000 rows at a time whether a column has numbers or truth values."""
+    rows = [(f"text {n}", name) for name in names for n in range(10_000)]
+    spec = folder(rows, "train.csv")
+    assert with_labels(spec).labels == tuple(sorted(names))
+    assert set(load_splits(folder(rows[-50:], "test.csv"))["test"]["label"]) == {names[1]}
 
 
 def test_booleans_are_classes(folder):

@@ -112,8 +112,9 @@ def test_known_class_names_are_used_whatever_their_numbers(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_csv_with_more_fields_than_its_header_is_refused(tmp_path):
-    (tmp_path / "train.csv").write_text("text,label\nHello, world,a\nbye, moon,b\n")
+@pytest.mark.parametrize("blank", ["", "\n", " \t\n\n"])
+def test_csv_with_more_fields_than_its_header_is_refused(blank, tmp_path):
+    (tmp_path / "train.csv").write_text(f"text,label\n{blank}Hello, world,a\nbye, moon,b\n")
     with pytest.raises(ValueError, match="first row has 3 fields, expected 2 as in the header"):
         every_split(str(tmp_path), "", "")
 

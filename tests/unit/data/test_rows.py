@@ -56,6 +56,12 @@ def test_an_open_quotation_mark_swallows_no_rows(tmp_path):
         next(rows)
 
 
+def test_text_after_a_quoted_field_is_said_to_be_misquoted(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"good" one\n')
+    with pytest.raises(ValueError, match="line 2 is no CSV .*quotation marks around whole fields"):
+        next(read_rows(tmp_path / "a.csv", TEXT))
+
+
 def problems_of(path, columns=TEXT):
     """Return the problem of each row; values are checked as for predictions."""
     problems = []

@@ -1,7 +1,9 @@
 """`ravan-flwr doctor`: a correct machine, and several faults at once, each with advice."""
 
+import grp
 import http.server
 import os
+import pwd
 import shutil
 import socket
 import ssl
@@ -139,6 +141,19 @@ def test_a_certificate_of_another_authority_is_reported(keys, other, capsys, ple
     assert "copy ca.crt" in checks["SuperLink"][1]
 
 
+@pytest.mark.parametrize("content", [None, "", "no certificate\n"])
+def test_a_missing_or_damaged_authority_is_no_fault_of_the_network(keys, content, capsys, plenty):
+    path = keys / "superlink" / "ca.crt"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    checks, _ = checks_of(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}")
+    for name in ("SuperLink", "proxy"):
+        assert not checks[name][0]
+        assert f"{path}: got no certificate" in checks[name][1]
+        assert "firewall" not in checks[name][1]
+
+
 def test_an_unreadable_node_config_does_not_stop_other_checks(keys, capsys):
     (keys / "node-0.env").write_text('NODE_CONFIG="partition-id=0\n')
     config = "partition-id=0 num-partitions=2 data-path=/srv/data"
@@ -246,6 +261,37 @@ def test_wrong_permissions_of_files_and_folders_are_reported(keys, tmp_path, cap
     assert not checks["server"][0]
     assert "a firewall" in checks["server"][1]
     assert "--node-config" in checks["node config"][1]
+
+
+def test_a_cache_is_a_folder_to_write_to(keys, tmp_path, capsys, plenty):
+    """Examples are encoded into it, and it is made where it is missing."""
+    (tmp_path / "open").mkdir()
+    user = ["--user", "nobody"] if os.getuid() == 0 else []
+    for path, ok in ((tmp_path / "open", True), (tmp_path / "new", True), ("/proc/self", False)):
+        settings = f'partition-id=0 num-partitions=1 cache-dir="{path}"'
+        checks, _ = checks_of(
+            capsys, keys / "node-0", "--node-config", settings, *(user if not ok else [])
+        )
+        assert checks["cache-dir"][0] == ok, path
+
+
+def test_a_user_has_the_groups_of_the_system(monkeypatch):
+    """Some users have no group of their own name, and were called no users at all."""
+    asked = []
+
+    def run(command, *, user, group, extra_groups, **_):
+        asked.append((user, group, {group, *extra_groups}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for entry in pwd.getpwall():
+        doctor._as_user(["true"], entry.pw_name)
+        user, group, groups = asked.pop()
+        named = {one.gr_gid for one in grp.getgrall() if entry.pw_name in one.gr_mem}
+        assert (user, group) == (entry.pw_name, entry.pw_gid)
+        assert groups == {entry.pw_gid, *named}
+    with pytest.raises(ValueError, match="there is no such user"):
+        doctor._as_user(["true"], "no-such-user")
 
 
 def test_a_file_is_no_folder_to_write_to(keys, tmp_path, capsys, plenty, monkeypatch):

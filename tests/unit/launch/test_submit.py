@@ -53,3 +53,10 @@ def test_a_run_that_does_not_start_is_reported(flwr, tmp_path):
     flwr("echo refused; exit 2", "exit 1")
     with pytest.raises(RuntimeError, match="ended with status 2 before the run"):
         submitted(tmp_path)
+
+
+def test_a_stream_that_breaks_off_does_not_say_that_the_run_has_not_started(flwr, tmp_path):
+    """A lost connection to the SuperLink ends `flwr run --stream`, and no run."""
+    flwr(f"{RUN}; echo 'connection lost' >&2; exit 1", "exit 1")
+    with pytest.raises(RuntimeError, match="status 1 after run 17 .*`flwr ls edge --run-id 17`"):
+        submitted(tmp_path)

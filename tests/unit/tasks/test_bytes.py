@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import nn
 
@@ -37,12 +38,18 @@ def examples(images, feature):
     [
         ([-1, 255], "int64", "got numbers from -1 to 255, expected whole ones from 0 to 255"),
         ([0.0, 255.0], "float32", "got numbers from 0 to 255, .* or others from 0 to 1"),
+        ([0, 4095], "int16", "got numbers from 0 to 4095, expected whole ones from 0 to 255"),
     ],
 )
-def test_values_that_are_no_pixels_are_refused(pixels, dtype, message):
+@pytest.mark.parametrize("processor", [False, True])
+def test_values_that_are_no_pixels_are_refused(pixels, dtype, message, processor, tmp_path):
     images = [[[pixels[(i + j) % 2] for i in range(16)] for j in range(16)]]
+    vision = task()
+    if processor:
+        transformers.ViTImageProcessorPil().save_pretrained(tmp_path)
+        vision = Vision(vision.data, 0, lambda: tmp_path, dict)
     with pytest.raises(ValueError, match=message):
-        task().encode(examples(images, datasets.Array2D((16, 16), dtype)))
+        vision.encode(examples(images, datasets.Array2D((16, 16), dtype)))
 
 
 def test_integers_of_any_type_are_stored_as_bytes():
@@ -122,3 +129,25 @@ def test_a_model_folder_without_a_processor_is_said_to_get_defaults(tmp_path, ca
     vision = Vision(task().data, 0, lambda: tmp_path, lambda: {"image_size": 16, "num_channels": 1})
     assert vision.reader is None
     assert "has no preprocessor_config.json: images are resized to 16 x 16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype"),
+    [
+        ("ViTImageProcessor", {}, np.uint8),
+        ("MobileViTImageProcessor", {}, np.uint8),  # in the order blue, green, red
+        # It divides by the standard deviation a second time, or makes [-1, 1] of the bytes.
+        ("EfficientNetImageProcessor", {}, np.float32),
+        ("EfficientNetImageProcessor", {"include_top": False, "rescale_offset": True}, np.float32),
+        ("EfficientNetImageProcessor", {"include_top": False}, np.uint8),
+    ],
+)
+def test_the_network_gets_what_the_models_processor_computes(name, changes, dtype, tmp_path):
+    getattr(transformers, f"{name}Pil")(**changes).save_pretrained(tmp_path)
+    image = Image.fromarray(np.stack([GREYS[0], GREYS[0].T, 255 - GREYS[0]], -1))
+    vision = Vision(DataSpec("hub", labels=("a", "b")), 0, lambda: tmp_path, dict)
+    read = vision.inputs({"image": [image]})["pixel_values"]
+    expected = vision.reader(images=[image], return_tensors="pt")["pixel_values"].float()
+    assert read.dtype == dtype
+    logits = vision.logits(Identity(), {"pixel_values": torch.from_numpy(read)})
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

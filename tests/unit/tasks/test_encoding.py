@@ -10,9 +10,14 @@ import pytest
 import transformers
 from datasets import Value
 
+from ravan_flwr.data.examples import by_role
+from ravan_flwr.data.partition import read_values
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import encoded_as_it_is, mapped
 from ravan_flwr.tasks.text import load_tokenizer, tokenize
 from tests.own_models import make_bert
+from tests.support.tiny import save_model
 
 
 def test_the_second_process_uses_the_result_of_the_first(tmp_path):
@@ -65,3 +70,41 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
     transformers.BertweetTokenizer(*files).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is a BertweetTokenizer, .* tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def examples_of(task, kind, column, folder):
+    """Return a task, and three examples with a column to partition by."""
+    columns = {
+        "text": {"text": ["a b", "c", "d e"], "label": ["x", "y", "x"]},
+        "question-answering": {
+            "question": ["a", "b", "c"], "context": ["d"] * 3, "answers": [["e"], ["f"], ["g"]]
+        },
+        "causal": {"prompt": ["a", "b c", "d"], "completion": ["e f", "g", "h"]},
+    }[task]  # fmt: skip
+    spec = DataSpec(
+        "hub", columns=tuple((name, name) for name in columns), labels=("x", "y"),
+        partition_by=column, prompt="{question}", prompts=("{prompt}",), target_length=4,
+    )  # fmt: skip
+    examples = datasets.Dataset.from_dict(columns | {column: ["ann", "bob", "ann"]})
+    model = save_model(kind, folder)
+    config = {"vocab_size": 300, "max_position_embeddings": 32}
+    return get_task(task)(spec, 16, lambda: model, lambda: config), by_role(examples, spec, "data")
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "column"),
+    [("text", "bert", "labels"), ("question-answering", "t5", "target"), ("causal", "llama", "by")],
+)
+def test_a_column_to_partition_by_may_have_any_name(task, kind, column, tmp_path):
+    reads, examples = examples_of(task, kind, column, tmp_path)
+    examples = reads.prepared(examples)
+    assert read_values(examples, column) == ["ann", "bob", "ann"]
+    assert len(reads.encode(examples)) == 3
+
+
+@pytest.mark.parametrize("column", ["length", "problem"])
+def test_a_column_to_partition_by_that_tokens_would_replace_is_refused(column, tmp_path):
+    """The lengths of the examples in tokens were taken for its values."""
+    reads, examples = examples_of("causal", "llama", column, tmp_path)
+    with pytest.raises(ValueError, match=f"got the column '{column}', .*rename it in the data"):
+        reads.prepared(examples)

@@ -177,7 +177,9 @@ def test_the_size_of_a_models_files_is_limited(tmp_path):
         build("bert", folder)
 
 
-@pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}])
+@pytest.mark.parametrize(
+    "size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}, [16, 10**6], 10**6]
+)
 def test_an_image_processor_with_huge_images_is_refused(size, tmp_path):
     folder = save_model("vit", tmp_path / "model")
     changed(folder, "preprocessor_config.json", size=size)
