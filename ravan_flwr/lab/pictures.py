@@ -1,6 +1,5 @@
 """Draw the results of a study: a metric by round, by bytes, by seconds, and by learning rate."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,8 +43,7 @@ def charts(table: Table, results: Results) -> list[Chart]:
         }
         if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
             pictures += spectrum_charts(spectra, top=64)
-    prefix = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
-    return [replace(chart, name=f"{prefix}-{chart.name}") for chart in pictures]
+    return [replace(chart, name=f"{table.file_name}-{chart.name}") for chart in pictures]
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:

@@ -9,7 +9,7 @@ from scipy import stats
 from ravan_flwr.lab.choosing import table_runs
 from ravan_flwr.lab.pictures import band_ends, charts
 from ravan_flwr.lab.results import Results
-from ravan_flwr.lab.tables import table_lines
+from ravan_flwr.lab.tables import draw_pictures, table_lines
 from ravan_flwr.results.charts import Caption, differences
 from tests.studies import fill, result
 from tests.unit.lab.written import study_of
@@ -100,6 +100,17 @@ def test_without_run_directories_no_spectra_are_drawn_and_before_any_run_nothing
     assert len(names) == 4
     assert not any("spectrum" in name for name in names)
     assert charts_of(tmp_path / "new", ["ravan"], lambda _: None) == {}
+
+
+@pytest.mark.parametrize("titles", [("图像", "文本"), ("x" * 90, "é" * 90)])
+def test_every_table_has_pictures_of_its_own(tmp_path, titles):
+    tables = [{"title": title, "rows": {"ravan": {}}} for title in titles]
+    study, results = study_of(tmp_path, tables=tables), Results(tmp_path)
+    fill(study, results, lambda settings: 0.5)
+    pictures = draw_pictures(study, results)
+    names = [chart.name for title in titles for chart in pictures[title]]
+    assert len(set(names)) == len(names) == 6
+    assert max(len(f"{name}.png".encode()) for name in names) < 200
 
 
 def test_rows_evaluated_once_have_no_curve_by_round(tmp_path):
