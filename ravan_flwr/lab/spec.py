@@ -531,6 +531,13 @@ class _TableReader:
     def _check_metric(self) -> None:
         """Raise ValueError unless the runs of every row will measure the table's metric."""
         metric = self.table.metric
+        # A task's own metric, by which runs are compared, is listed after the loss.
+        own = {name: TASKS[config.task].metrics[1] for name, config in self.configs.items()}
+        self._require(
+            metric or len({*own.values()}) == 1,
+            f"its rows have different metrics ({own}), expected one, since they are compared; name "
+            "a metric that all of them measure, or make a table for each",
+        )
         for name, config in self.configs.items():
             measured = _metrics(config)
             self._require(

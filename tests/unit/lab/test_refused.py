@@ -51,6 +51,8 @@ def of_tables():
     yield T | {"references": ["fedit", "fedit"]}, "references = .* expected each row once"
     yield T | {"metric": "acuracy"}, r"row 'ravan' measures loss, accuracy, .* mean 'accuracy'\?"
     measured = "loss, accuracy, macro-f1, expected"
+    answers = {"rows": ROWS | {"answers": {"preset": "mrqa-t5"}}}
+    yield T | answers, "different metrics .*'fedit': 'accuracy', 'answers': 'f1'"
     yield T | {"metric": "f1"}, f"metric = 'f1': row 'ravan' measures {measured}"
     of_pairs = {"preset": "glue-llama", "glue-task": "mnli"}
     on_clients = of_pairs | {"evaluate-on": "clients", "validation-share": 0.2}
