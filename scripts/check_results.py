@@ -164,9 +164,13 @@ class Study:
         return {seed: self.value(title, x, last) for seed, x in enough.items()}
 
     def missed(self, title: str, name: str) -> int:
-        """Count the runs of a row that ended before the table's target."""
+        """Count the runs of a row that ended before the table's target, or its evaluations."""
         timed = self.tables[title].get("metric") == "time"
-        return timed and sum("time" not in x["final"] for x in self.lines(title, name).values())
+        last = self.tables[title].get("mean-of-last", 0)
+        return sum(
+            (timed and "time" not in x["final"]) or len(x["curve"]["round"]) < last
+            for x in self.lines(title, name).values()
+        )
 
 
 def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:

@@ -167,7 +167,8 @@ def choose(row: Row, results: Results) -> RateChoice | None:
         for rate in rates:
             runs = row.candidates(rate)
             done = [result for run in runs if (result := results.of(run)) is not None]
-            if len(done) == len(runs) and not any(x.missed_target(grid.metric) for x in done):
+            short = any(result.ended_too_early(grid.metric, grid.last) for result in done)
+            if len(done) == len(runs) and not short:
                 scores[rate] = Score.of(done, grid.metric, grid.last)
             pending |= any(not (results.of(run) or results.failure(run)) for run in runs)
         tried = sorted([*tried, *rates])

@@ -32,18 +32,17 @@ class Line:
 
     @classmethod
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
-        """Return a row's line; None if no run is done, or a run missed its target."""
-        row = table.rows[name]
+        """Return a row's line; None if no run is done, or a run ended too early for a value."""
+        row, last = table.rows[name], table.mean_of_last or 0
         by_seed = _by_seed(list_runs(row, results), results)
-        if not by_seed or any(result.missed_target(table.metric) for result in by_seed.values()):
+        if not by_seed or any(x.ended_too_early(table.metric, last) for x in by_seed.values()):
             return None
 
         def measure(by_seed: Mapping[int, Result]) -> dict[int, float]:
-            last = table.mean_of_last or 0
             return {
                 seed: result.value(table.metric, last)
                 for seed, result in by_seed.items()
-                if not result.missed_target(table.metric)
+                if not result.ended_too_early(table.metric, last)
             }
 
         return cls(
@@ -153,13 +152,13 @@ def compare_rows(table: Table, results: Results) -> list[Line]:
     ]
 
 
-def runs_without_time(table: Table, results: Results) -> dict[str, str]:
-    """Return texts by row, "1 of 3 runs": the runs that ended before their target."""
-    counts = {}
+def runs_without_value(table: Table, results: Results) -> dict[str, str]:
+    """Return texts by row, "1 of 3 runs": the runs that ended too early for a value."""
+    counts, last = {}, table.mean_of_last or 0
     for name, row in table.rows.items():
         run_results = _by_seed(list_runs(row, results), results).values()
-        if num_missed := sum(result.missed_target(table.metric) for result in run_results):
-            counts[name] = f"{num_missed} of {len(run_results)} runs"
+        if number := sum(result.ended_too_early(table.metric, last) for result in run_results):
+            counts[name] = f"{number} of {len(run_results)} runs"
     return counts
 
 

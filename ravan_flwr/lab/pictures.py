@@ -1,6 +1,5 @@
 """Draw the results of a study: a metric by round, by bytes, by seconds, and by learning rate."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,8 +43,7 @@ def charts(table: Table, results: Results) -> list[Chart]:
         }
         if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
             pictures += spectrum_charts(spectra, top=64)
-    prefix = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
-    return [replace(chart, name=f"{prefix}-{chart.name}") for chart in pictures]
+    return [replace(chart, name=f"{table.file_name}-{chart.name}") for chart in pictures]
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
@@ -61,7 +59,10 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
         {x.row: (x.interval.mean, x.interval.half_width) for x in rows} for rows in tables.values()
     ]
     values = {name: [end.get(name) for end in ends] for name in names}
-    about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
+    or_mean = ", or its mean over the last evaluations where the table shows that"
+    or_mean *= any(table.mean_of_last for table in study.tables)
+    about = f"The {metric} after the last round{or_mean}, by table. "
+    about += "Bars: 95 % intervals of the mean."
     title = f"{metric.capitalize()} by table"
     caption = Caption(f"{OVERVIEW}-{metric}", title, about)
     return [points(caption, list(tables), values, metric)]
@@ -128,12 +129,19 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _band_caption(rows: Sequence[Line]) -> str:
-    num_seeds = min(len(row.values) for row in rows)
-    if num_seeds == 1:
+    numbers = [len(row.values) for row in rows]  # they differ while runs are missing
+    fewest, most = min(numbers), max(numbers)
+    if most == 1:
         return "One seed."
-    if num_seeds >= MIN_SEEDS:
-        return f"Bands: 95 % intervals of the mean over {num_seeds} seeds."
-    return f"Bands: from the least to the greatest over {num_seeds} seeds."
+    seeds = f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
+    if fewest >= MIN_SEEDS:
+        return f"Bands: 95 % intervals of the mean over {seeds}."
+    if most < MIN_SEEDS:
+        return f"Bands: from the least to the greatest over {seeds}."
+    return (
+        f"Bands over {seeds}: 95 % intervals of the mean; of fewer than {MIN_SEEDS} seeds from the "
+        "least to the greatest."
+    )
 
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
@@ -156,16 +164,16 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
                 size = 7 if rate == choice.rate else 4
                 axes.plot([rate], [score.mean], marker="o", markersize=size, **colours)
 
-    has_split = not table.leave_one_seed_out
-    examples = (
-        "the validation split of clients" if has_split else "examples that no client trains on"
-    )
+    examples, large = "the validation split of clients", "the one that was chosen"
+    if table.leave_one_seed_out:
+        examples = "examples that no client trains on"
+        large = "the best over all seeds, and each seed took the best over the others"
+    filled = "; filled points are not significantly different from it" * (min(seeds) >= MIN_SEEDS)
     caption = Caption(
         f"{metric}-by-{'rate' if table.chosen_key == RATE else table.chosen_key}",
         f"{metric.capitalize()} by {name}",
-        f"The {metric} on {examples}, by {name}; {count(min(seeds), 'seed')}. The "
-        "large point is the one that was chosen; filled points are not significantly different "
-        "from it.",
+        f"The {metric} on {examples}, by {name}; {count(min(seeds), 'seed')}. The large point is "
+        f"{large}{filled}.",
     )
     series = [_by_rate(name, choice) for name, choice in choices.items()]
     options: dict[str, Any] = {"ends": band_ends, "logarithmic": True, "mark": mark}

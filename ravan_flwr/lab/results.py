@@ -74,7 +74,7 @@ class Result(BaseModel):
             curve[name] = [float(f"{value:.{_DIGITS}g}") for value in curve[name]]
         if not timed:
             curve.pop(TIME, None)
-        # A run that ended before its target has no time (`missed_target`).
+        # A run that ended before its target has no time (`ended_too_early`).
         elif "until-metric" not in summary or "reached" in summary:
             final[TIME] = rounds[-1].get("time", 0.0)
         derived = {
@@ -85,9 +85,10 @@ class Result(BaseModel):
         }
         return cls.model_validate({**summary, **derived})
 
-    def missed_target(self, metric: str) -> bool:
-        """Return whether the metric is time and the run has none, since it missed its target."""
-        return metric == TIME and TIME in self.curve and TIME not in self.final
+    def ended_too_early(self, metric: str, last: int = 0) -> bool:
+        """Return whether the run has no time, since it missed its target, or fewer evaluations."""
+        missed = metric == TIME and TIME in self.curve and TIME not in self.final
+        return missed or len(self.curve.get("round", [])) < last
 
     def value(self, metric: str = "", last: int = 0) -> float:
         """Return a metric after the last round, or its mean over the `last` evaluations.

@@ -93,9 +93,13 @@ def run_study(
     at_least = "at least " * bool(missing and any(row.grid for row in study.rows))
     numbers = at_least, len(missing), len(runs)
     log.info("%s: %s%d runs of %d are not done%s", study.title, *numbers, suffix)
-    failed = {str(run): reason for run in missing if (reason := results.failure(run)) is not None}
-    for run, reason in failed.items():
-        log.warning("failed: %s: %s", run, reason)
+    failed = {
+        f"num-clients={run.num_clients} {run}": reason  # rows may differ in nothing else
+        for run in missing
+        if (reason := results.failure(run)) is not None
+    }
+    for words, reason in failed.items():
+        log.warning("failed: %s: %s", words, reason)
     write_tables(study, results, failed)
     log.info("tables: %s", folder / "results.md")
     if result_page:

@@ -46,6 +46,7 @@ seeds, and each seed takes the rate whose mean over the *other* seeds is best.
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,7 @@ RATE = "learning-rate"  # the key that a table chooses, unless it names another
 MIN_SEEDS = 3  # for an interval; of two values it is 13 times as wide as their distance
 EXTENSIONS = 4  # most rates that are added, one at a time, while the best is an edge
 OVERVIEW = "overview"  # title, in a page, of all tables in one
+MAX_FILE_NAME = 60  # characters: a picture's name has more of them, and a file's at most 255 bytes
 # A finished run matches whatever these are. A rank of "auto" is a number in its directory.
 _NOT_COMPARED = NOT_OF_RESULT | {"rank"}
 
@@ -223,6 +225,11 @@ class TableOptions(Part):
     leave_one_seed_out: bool = False  # each seed takes the rate best by the others?
     contrasts: list[str] = Field(default_factory=list)  # rows with a planned contrast to `against`
     paper: dict[str, float] = Field(default_factory=dict)  # row -> a paper's number, in percent
+
+    @property
+    def file_name(self) -> str:
+        """Return the title as the beginning of the names of its pictures."""
+        return re.sub(r"[\W_]+", "-", self.title.lower()).strip("-")[:MAX_FILE_NAME]
 
 
 class Table(TableOptions):
@@ -378,11 +385,13 @@ class _TableReader:
 
     def read(self) -> Table:
         """Return the checked table."""
-        table, titles = self.table, {OVERVIEW, *(t.title for t in self.earlier)}
+        table, used = self.table, {OVERVIEW, *(t.file_name for t in self.earlier)}
         self._require(
-            table.title not in titles,
-            f"its title is another's, or {OVERVIEW!r}, which in a page stands for all tables; "
-            "expected one of its own; rename it",
+            table.file_name not in used,
+            f"its title is another's, or {OVERVIEW!r}, which in a page stands for all tables. "
+            "Titles that differ only in case, in punctuation or in their ends count as the same, "
+            f"since their pictures would all be {table.file_name}-*.png; expected one of its own; "
+            "rename it",
         )
         choosing = [t for t in self.earlier if not t.rates_of]
         source = self._earlier_table("rates-of", table.rates_of, choosing)
@@ -522,6 +531,13 @@ class _TableReader:
     def _check_metric(self) -> None:
         """Raise ValueError unless the runs of every row will measure the table's metric."""
         metric = self.table.metric
+        # A task's own metric, by which runs are compared, is listed after the loss.
+        own = {name: TASKS[config.task].metrics[1] for name, config in self.configs.items()}
+        self._require(
+            metric or len({*own.values()}) == 1,
+            f"its rows have different metrics ({own}), expected one, since they are compared; name "
+            "a metric that all of them measure, or make a table for each",
+        )
         for name, config in self.configs.items():
             measured = _metrics(config)
             self._require(

@@ -22,7 +22,7 @@ import pandas as pd
 
 from ravan_flwr.files import write_atomically
 from ravan_flwr.lab.choosing import RateChoice, choose_all
-from ravan_flwr.lab.lines import Line, compare_rows, runs_without_time, sentence
+from ravan_flwr.lab.lines import Line, compare_rows, runs_without_value, sentence
 from ravan_flwr.lab.pictures import charts, overview_charts
 from ravan_flwr.lab.results import Interval, Results, interval
 from ravan_flwr.lab.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
@@ -87,16 +87,19 @@ def markdown(
 
 def table_lines(table: Table, results: Results) -> list[str]:
     """Return the lines of one table, and the sentence on significant differences."""
-    lines, without_time = compare_rows(table, results), runs_without_time(table, results)
-    if not lines and not without_time:
+    lines, without_value = compare_rows(table, results), runs_without_value(table, results)
+    if not lines and not without_value:
         return ["No run of this table is done yet."]
     key_name = table.chosen_key_name
     text = _table(_cells(table, lines, line) for line in lines) if lines else []
     if lines and (comparison := sentence(table, lines)):
         text += ["", comparison]
-    if without_time:
-        rows = ", ".join(f"{name} ({runs})" for name, runs in without_time.items())
-        text += ["", f"Without a time, since runs ended before they reached the target: {rows}."]
+    if without_value:
+        rows = ", ".join(f"{name} ({runs})" for name, runs in without_value.items())
+        problem = "a time, since runs ended before they reached the target"
+        if table.mean_of_last:
+            problem = f"a mean of the last {table.mean_of_last} evaluations, since runs ended early"
+        text += ["", f"Without {problem}: {rows}."]
     if table.rates_of:
         text += ["", f"The {key_name}s were chosen for *{table.rates_of}*, not for this table."]
     if table.leave_one_seed_out:

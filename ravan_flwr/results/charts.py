@@ -118,6 +118,7 @@ def plain(text: str) -> str:
 _WIDTH, _HEIGHT = 5.2, 3.2  # inches
 _FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
 _LEGEND_LETTERS = 56  # in a row of a legend, of a figure of `_WIDTH`
+_LINE_LETTERS = 7  # as wide as a line in a legend, with the space around it
 _LEGEND_ROWS = 8  # of all names together: less than a third of the figure
 _NAME_LETTERS = 32  # of a name beside a heat map
 _MAX_NAMES = 40  # beside a heat map, and below it
@@ -198,7 +199,8 @@ def _legend(figure: Figure, labels: Collection[str]) -> None:
     """Draw the legend above the axes, in as many columns as the names leave room for."""
     longest = max(map(len, "\n".join(labels).split("\n")))
     number = sum(label.count("\n") + 1 for label in labels)
-    columns = int(_LEGEND_LETTERS * figure.get_figwidth() / _WIDTH / (longest + 4))
+    letters = int(_LEGEND_LETTERS * figure.get_figwidth() / _WIDTH)
+    columns = letters // (longest + _LINE_LETTERS)
     columns = max(1, min(columns, len(labels)))
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-number // columns))
     figure.legend(fontsize=9, ncols=columns, loc="outside upper center")
@@ -378,7 +380,7 @@ def differences(
             right.xaxis.set_minor_locator(NullLocator())
         _name(left, x, "")
         _name(right, cost, y)
-        figure.legend(ncols=4, loc="outside upper center")
+        _legend(figure, [plain(name) for name in ends])
     return Chart(*caption, figure, broad=True)
 
 

@@ -64,7 +64,10 @@ def new_table(path: Path, columns: ColumnTypes) -> Iterator[Callable[[Iterable[C
     """Yield a function that writes rows; the file appears if the block raises no error."""
     check_output(path)
     suffix, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    convert = (lambda cell: escape_formula(_utf8(cell))) if suffix == ".csv" else _utf8
+
+    def convert(cell: Any) -> Any:
+        return escape_formula(_utf8(cell)) if suffix == ".csv" else _utf8(cell)
+
     schema = pa.schema([(convert(name), _ARROW[of_type]) for name, of_type in columns.items()])
 
     def write(rows: Iterable[Cells]) -> None:

@@ -243,13 +243,16 @@ def _confusion(run: RecordedRun) -> list[Chart]:
     if not classes or not classes.get("confusion"):
         return []
     labels = [entry["label"] for entry in classes["classes"]]
-    return [confusion_chart(classes["confusion"], labels)]
+    return [confusion_chart(classes["confusion"], labels, classes.get("no-label"))]
 
 
-def confusion_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Chart:
+def confusion_chart(
+    counts: Sequence[Sequence[int]], labels: Sequence[str], no_label: Sequence[int] | None = None
+) -> Chart:
     """Draw a confusion matrix: a row for each right class, a column for each predicted class.
 
-    The colour is the fraction of the row, so that rare classes are visible as well.
+    The colour is the fraction of the class's examples, so that rare classes are visible as well.
+    `no_label` has the number of those for which the model wrote no label.
     """
     caption = Caption(
         "confusion",
@@ -257,7 +260,8 @@ def confusion_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> C
         "For each class (a row), how many of its examples were predicted as each class (a column), "
         "after the last round that was evaluated. Right predictions are on the diagonal.",
     )
-    fractions = [[count / max(1, sum(row)) for count in row] for row in counts]
+    sizes = [sum(row) + n for row, n in zip(counts, no_label or [0] * len(counts), strict=True)]
+    fractions = [[n / max(1, size) for n in row] for row, size in zip(counts, sizes, strict=True)]
     x, label, y = "predicted class", "fraction of the class", "right class"
     return heatmap(caption, fractions, labels, labels, x, label, y, counts=counts)
 

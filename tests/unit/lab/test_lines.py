@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from ravan_flwr.lab.choosing import table_runs
 from ravan_flwr.lab.lines import compare_rows, sentence
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.tables import markdown, rows_as_csv
@@ -160,6 +161,18 @@ def test_a_table_may_show_means_of_the_last_evaluations(tmp_path, random_values)
         expected = [0.75 * value for value in random_values[line.row]]
         assert list(line.values.values()) == pytest.approx(expected)
     assert "| accuracy, %, mean of the last 2 |" in markdown(study, results)
+
+
+def test_a_row_whose_runs_ended_early_has_no_mean_of_the_last_evaluations(tmp_path, random_values):
+    """Runs with `max-bytes` may end after one evaluation; the other rows have their values."""
+    study, results = filled(tmp_path, random_values, **{"mean-of-last": 2})
+    run = next(x for x in table_runs(study, results) if dict(x.settings)["method"] == "fedit")
+    shorter = {"curve": {"round": [1], "accuracy": [0.5]}}
+    results.add(run, found(results, run).model_copy(update=shorter))
+    assert by_row(study, results).keys() == {*random_values} - {"fedit"}
+    text = markdown(study, results)
+    assert "mean of the last 2 evaluations, since runs ended early: fedit (1 of 5 runs)." in text
+    assert "| fedit |" not in text
 
 
 def test_a_classification_has_a_column_of_macro_f1(tmp_path, random_values):

@@ -9,7 +9,7 @@ from scipy import stats
 from ravan_flwr.lab.choosing import table_runs
 from ravan_flwr.lab.pictures import band_ends, charts
 from ravan_flwr.lab.results import Results
-from ravan_flwr.lab.tables import table_lines
+from ravan_flwr.lab.tables import draw_pictures, table_lines
 from ravan_flwr.results.charts import Caption, differences
 from tests.studies import fill, result
 from tests.unit.lab.written import study_of
@@ -102,6 +102,17 @@ def test_without_run_directories_no_spectra_are_drawn_and_before_any_run_nothing
     assert charts_of(tmp_path / "new", ["ravan"], lambda _: None) == {}
 
 
+@pytest.mark.parametrize("titles", [("图像", "文本"), ("x" * 90, "é" * 90)])
+def test_every_table_has_pictures_of_its_own(tmp_path, titles):
+    tables = [{"title": title, "rows": {"ravan": {}}} for title in titles]
+    study, results = study_of(tmp_path, tables=tables), Results(tmp_path)
+    fill(study, results, lambda settings: 0.5)
+    pictures = draw_pictures(study, results)
+    names = [chart.name for title in titles for chart in pictures[title]]
+    assert len(set(names)) == len(names) == 6
+    assert max(len(f"{name}.png".encode()) for name in names) < 200
+
+
 def test_rows_evaluated_once_have_no_curve_by_round(tmp_path):
     once = {"round": [2], "bytes": [3e6], "client-seconds": [8.0], "accuracy": [0.5]}
     drawn = axes_of(*done(tmp_path, lambda *_: {"curve": once}, {"ravan": {}}))
@@ -136,6 +147,48 @@ def test_the_chosen_rate_and_rates_within_noise_are_marked(tmp_path):
     assert points[3e-3].get_markerfacecolor() != "white"
     assert points[3e-3].get_markersize() > points[1e-3].get_markersize()
     assert axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize(("seeds", "each", "words"), [
+    ([100, 101, 102], False, "3 seeds. The large point is the one that was chosen; filled points"),
+    ([100], False, "1 seed. The large point is the one that was chosen."),
+    ([], True, "The large point is the best over all seeds, and each seed took the best over"),
+])  # fmt: skip
+def test_a_caption_says_how_rates_were_chosen(tmp_path, seeds, each, words):
+    choose = {"learning-rate": [1e-3, 3e-3], "seeds": seeds, "extensions": 0}
+    table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": each}
+    study, results = study_of(tmp_path, choose=choose, tables=[table]), Results(tmp_path)
+    fill(study, results, lambda s: 0.5 + s["seed"] % 10 / 100)
+    captions = {chart.name: chart.about for chart in charts(study.tables[0], results)}
+    assert words in captions["t-accuracy-by-rate"]
+
+
+@pytest.mark.parametrize(("done_seeds", "words"), [
+    ((5, 5), "95 % intervals of the mean over 5 seeds."),
+    ((5, 3), "95 % intervals of the mean over 3 to 5 seeds."),
+    ((5, 1), "Bands over 1 to 5 seeds: 95 % intervals of the mean; of fewer than 3 seeds from the"),
+    ((2, 1), "from the least to the greatest over 1 to 2 seeds."),
+    ((1, 1), "One seed."),
+])  # fmt: skip
+def test_a_caption_says_what_the_bands_of_an_unfinished_study_are(tmp_path, done_seeds, words):
+    rows = {"ravan": {"method": "ravan"}, "fedit": {"method": "fedit"}}
+    tables = [{"title": "T", "rows": rows}]
+    study, results = study_of(tmp_path, seeds=[0, 1, 2, 3, 4], tables=tables), Results(tmp_path)
+    for run in table_runs(study, results):
+        settings = dict(run.settings)
+        if settings["seed"] < done_seeds[settings["method"] == "fedit"]:
+            results.add(run, result(0.5 + settings["seed"] / 100))
+    assert all(words in chart.about for chart in charts(study.tables[0], results))
+
+
+def test_the_overview_names_means_of_the_last_evaluations(tmp_path):
+    tables = [{"title": title, "rows": {"ravan": {}}} for title in ("A", "B")]
+    for last, words in ((None, "last round, by"), (2, "last round, or its mean over the last ev")):
+        study = study_of(tmp_path, tables=[tables[0], tables[1] | {"mean-of-last": last}])
+        results = Results(tmp_path)
+        fill(study, results, lambda _: 0.5)
+        (chart,) = draw_pictures(study, results)["overview"]
+        assert words in chart.about
 
 
 def test_a_band_is_the_interval_of_the_mean():

@@ -38,6 +38,7 @@ def of_tables():
     yield T | {"equal-parameters": 1}, r"tables\.0\.equal-parameters: got 1"
     yield T | {"rows": {}}, "table 'T': rows: got none"
     yield T | {"title": "overview"}, "table 'overview': its title .* rename it"
+    yield T | {"title": "Overview!"}, "table 'Overview!': its title .* rename it"
     yield T | {"rows": {"ravan": {"seed": 9}}}, "row 'ravan': seed = 9"
     yield T | {"settings": {"seed": 9}}, "row 'ravan': seed = 9"
     yield T | {"rows": {"ravan": {"method": ["ravan"]}}}, r"row 'ravan': method = \['ravan'\]"
@@ -50,6 +51,8 @@ def of_tables():
     yield T | {"references": ["fedit", "fedit"]}, "references = .* expected each row once"
     yield T | {"metric": "acuracy"}, r"row 'ravan' measures loss, accuracy, .* mean 'accuracy'\?"
     measured = "loss, accuracy, macro-f1, expected"
+    answers = {"rows": ROWS | {"answers": {"preset": "mrqa-t5"}}}
+    yield T | answers, "different metrics .*'fedit': 'accuracy', 'answers': 'f1'"
     yield T | {"metric": "f1"}, f"metric = 'f1': row 'ravan' measures {measured}"
     of_pairs = {"preset": "glue-llama", "glue-task": "mnli"}
     on_clients = of_pairs | {"evaluate-on": "clients", "validation-share": 0.2}
@@ -101,6 +104,8 @@ def of_references():
     yield {}, {"rates-of": "U"}, "rates-of = 'U', expected an earlier table"
     yield {"rates-of": "U"}, {}, r"rates-of = 'U', expected an earlier .*: one of \[\]"
     yield {}, {"title": "T"}, "its title is another's"
+    yield {"title": "Noise +1"}, {"title": "noise -1"}, r"pictures would all be noise-1-\*\.png"
+    yield {"title": "A" * 99}, {"title": "A" * 98}, r"pictures would all be a{60}-\*\.png"
     yield {}, {"change-from": "T", "metric": "loss"}, "expected one metric in both"
     yield {}, {"change-from": "T", "rows": {"new": {}}}, r"expected some of \['new'\]"
     yield {}, {"rates-of": "T", "choose": {"clip-norm": [1.0]}}, "got choose and rates-of"

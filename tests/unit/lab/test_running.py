@@ -83,6 +83,17 @@ def test_the_runs_of_tables_start_after_all_candidates(path, tmp_path, monkeypat
     assert not any(on_validation[8:])
 
 
+def test_failed_runs_of_rows_with_other_numbers_of_clients_are_all_listed(
+    tmp_path, monkeypatch, caplog
+):
+    rows = {"two": {"num-clients": 2}, "four": {"num-clients": 4}}
+    path = written(tmp_path / "study", tables=[{"title": "T", "rows": rows}])
+    monkeypatch.setattr(PlannedRun, "command", lambda *_: ["false"])
+    assert not run_study(path, tmp_path)
+    for listed in ((tmp_path / "results.md").read_text(), caplog.text):
+        assert [listed.count(f"num-clients={number} ") for number in (2, 4)] == [3, 3]
+
+
 LINES = [
     "run directory: runs/x",
     "round  1/2  train loss 0.4678  accuracy   -     up 76.5 kB  down 76.5 kB  6.0 s  left 6 s",

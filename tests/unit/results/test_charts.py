@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ravan_flwr.results.charts import Caption, Series, boxes, lines, panels
+from ravan_flwr.results.charts import Caption, Series, boxes, differences, lines, panels, points
 from ravan_flwr.results.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.records import record
@@ -46,6 +46,23 @@ def test_charts_of_a_long_run_are_small_and_without_styles():
         assert len(svg) < 100_000
         assert "style" not in svg
         assert 'stroke="#0072b2"' in svg or 'fill="#0072b2"' in svg or "<image" in svg
+
+
+@pytest.mark.parametrize("number", [2, 6, 12])
+@pytest.mark.parametrize("letters", [2, 4, 5, 6, 9, 20, 40])
+def test_the_names_of_every_legend_fit_the_picture(number, letters):
+    names = [f"{n:x>{letters}}" for n in range(number)]
+    ends = dict.fromkeys(names, (0.1, 0.2))
+    costs = dict.fromkeys(names, (1.0, 0.5, 0.1))
+    charts = [
+        lines(CAPTION, [Series(name, [([1, 2], [3, 4])]) for name in names], "round", "y"),
+        points(CAPTION, ["A", "B"], {name: [(0.1, 0.2)] * 2 for name in names}, "y"),
+        differences(CAPTION, ends, costs, "x", "MB", "y"),
+    ]
+    for chart in charts:
+        chart.svg()
+        legend, whole = chart.figure.legends[0].get_window_extent(), chart.figure.bbox
+        assert whole.x0 <= legend.x0 < legend.x1 <= whole.x1
 
 
 @pytest.mark.parametrize("number", [2, 4, 6, 12])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from sklearn.metrics import confusion_matrix
+from sklearn.metrics import confusion_matrix, recall_score
 
 from ravan_flwr.results.run_charts import confusion_chart
 
@@ -61,6 +61,14 @@ def test_large_counts_are_not_shortened_and_long_names_keep_their_ends():
     assert {text.get_text() for text in axes.texts} == {"1234", "12", "7", "10500"}
     names = [name.get_text() for name in axes.get_yticklabels()]
     assert names == ["encoder.block.0….SelfAttention.q", "encoder.block.0….SelfAttention.k"]
+
+
+def test_colours_are_fractions_of_a_class_with_its_answers_that_are_no_label():
+    """Of ten examples a text-to-text model wrote one right label, and nine other texts."""
+    (image,) = confusion_chart([[1, 0], [1, 9]], ["yes", "no"], [9, 0]).figure.axes[0].images
+    recall = recall_score(["yes"] * 10 + ["no"] * 10, ["yes"] + ["?"] * 9 + ["yes"] + ["no"] * 9,
+                          average=None, labels=["yes", "no"])  # fmt: skip
+    np.testing.assert_allclose(np.diag(np.asarray(image.get_array())), recall)
 
 
 @pytest.mark.slow

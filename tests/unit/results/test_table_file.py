@@ -52,6 +52,19 @@ def test_a_name_with_invalid_characters_is_written(kind, tmp_path):
     assert name.startswith("caf")
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_column_of_any_name_is_written(kind, tmp_path):
+    """Latin-1 bytes of a header, as Python reads them, and a formula of a spreadsheet."""
+    path = tmp_path / f"a.{kind}"
+    latin = "größe".encode("latin-1").decode("utf-8", "surrogateescape")
+    with new_table(path, {latin: str, "=1+1": str}) as write:
+        write([["3", "4"]])
+    assert read(path) == [("3", "4")] or read(path) == [(3, 4)]
+    formula = b"'=1+1" if kind == "csv" else b"=1+1"
+    assert formula in path.read_bytes()
+    assert (b'"=1+1' in path.read_bytes()) == (kind == "jsonl")
+
+
 def test_no_file_is_replaced(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("mine")
