@@ -189,8 +189,8 @@ class PrivateTrainingLoop(TrainingLoop):
         if len(rows) > 1:
             for row in rows:
                 self._add_clipped(np.array([row]))
-        elif rows[0] not in self._failed:
-            self._failed.add(rows[0])
+        elif rows[0] not in self._failed and self.work.examples.rows[rows[0]] != _UNREADABLE:
+            self._failed.add(rows[0])  # others were reported when they were encoded
             log.warning("example %d counts as zero: %s", rows[0] + 1, problem)
 
 
