@@ -123,7 +123,8 @@ def test_an_examples_gradient_is_that_of_the_mean_over_its_own_items():
 
 def test_hooks_see_the_trained_layers_inputs_and_are_removed():
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    x, seen = torch.randn(5, 3), []
+    x = torch.randn(5, 3)
+    seen: list[torch.Tensor] = []
     with ExampleGradients(network, list(network[2].parameters())).hooked(on_input=seen.append):
         network(x)
     network(x)

@@ -1,6 +1,7 @@
 """A limit of bytes ends a run with an evaluation and a result, and the run can be resumed."""
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -53,8 +54,8 @@ def test_a_plan_of_a_method_that_sends_nothing_has_room_for_all_rounds():
 @pytest.mark.slow
 def test_a_plan_counts_the_evaluations_on_clients_in_the_rounds_that_have_one(tmp_path):
     """All clients get the state in every fifth round, and in the last one; two train in each."""
-    settings = {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 20}
-    settings |= {"max-bytes": 15.0 * bytes_of(1.0)}
+    settings: dict[str, Any] = {"evaluate-on": "clients", "validation-share": 0.2}
+    settings |= {"num-rounds": 20, "max-bytes": 15.0 * bytes_of(1.0)}
     rounds = len(records_of(run(tmp_path, **{k.replace("-", "_"): v for k, v in settings.items()})))
     assert 5 < rounds < 15
     assert f"enough for {rounds} of 20 rounds" in plan_of(QUICK | settings, 4)

@@ -176,13 +176,13 @@ def test_a_caption_says_what_the_bands_of_an_unfinished_study_are(tmp_path, done
     study, results = study_of(tmp_path, seeds=[0, 1, 2, 3, 4], tables=tables), Results(tmp_path)
     for run in table_runs(study, results):
         settings = dict(run.settings)
-        if settings["seed"] < done_seeds[settings["method"] == "fedit"]:
-            results.add(run, result(0.5 + settings["seed"] / 100))
+        if int(settings["seed"]) < done_seeds[settings["method"] == "fedit"]:
+            results.add(run, result(0.5 + int(settings["seed"]) / 100))
     assert all(words in chart.about for chart in charts(study.tables[0], results))
 
 
 def test_the_overview_names_means_of_the_last_evaluations(tmp_path):
-    tables = [{"title": title, "rows": {"ravan": {}}} for title in ("A", "B")]
+    tables: list[dict[str, Any]] = [{"title": x, "rows": {"ravan": {}}} for x in ("A", "B")]
     for last, words in ((None, "last round, by"), (2, "last round, or its mean over the last ev")):
         study = study_of(tmp_path, tables=[tables[0], tables[1] | {"mean-of-last": last}])
         results = Results(tmp_path)

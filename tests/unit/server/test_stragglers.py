@@ -416,7 +416,8 @@ def test_a_slow_link_holds_few_threads(monkeypatch):
         return message_id
 
     monkeypatch.setattr(waiting, "fetch", fetch)
-    inbox, left = waiting.ReplyFetcher(), [str(number) for number in range(60)]
+    inbox: Any = waiting.ReplyFetcher()
+    left = [str(number) for number in range(60)]
     while left:
         for message_id in inbox.fetch_ready(Remote(1), left):
             left.remove(message_id)

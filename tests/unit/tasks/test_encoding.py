@@ -1,6 +1,7 @@
 """Examples are encoded once, also by processes that start together; texts have room for words."""
 
 import time
+from typing import Any
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
 
 def examples_of(task, kind, column, folder):
     """Return a task, and three examples with a column to partition by."""
-    columns = {
+    columns: dict[str, Any] = {
         "text": {"text": ["a b", "c", "d e"], "label": ["x", "y", "x"]},
         "question-answering": {
             "question": ["a", "b", "c"], "context": ["d"] * 3, "answers": [["e"], ["f"], ["g"]]
