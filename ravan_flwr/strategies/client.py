@@ -360,11 +360,15 @@ def _adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole tensors of the active adapter; they share memory with the model."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (only clients with PEFT need it)
 
-    return dict(
-        get_peft_model_state_dict(
-            model, adapter_name=_active_adapter(model), save_embedding_layers=False
-        )
+    adapter = _active_adapter(model)
+    tensors = dict(
+        get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     )
+    for name, layer in _adapted_layers(model, "ravan_H"):
+        for part in BASES:  # a state dict has contiguous copies of saved bases
+            if f"{name}.{part}" in tensors:
+                tensors[f"{name}.{part}"] = getattr(layer, part)[adapter]
+    return tensors
 
 
 def _scores(

@@ -107,6 +107,26 @@ def test_loaded_arrays_are_in_the_model_and_collected_again():
     assert all((layer.ravan_s["default"] == 1).all() for layer in layers_of(model).values())
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("init", ["normal", "gram-schmidt"])
+def test_saved_bases_are_loaded_with_the_other_arrays(init, heads):
+    """So the client computes what the server does, whose bases may be of another seed."""
+    targets = ["query", "value"]
+    server, client = (
+        get_peft_model(Small(), RavanConfig(
+            r=3, num_heads=heads, target_modules=targets, init=init, base_seed=seed, save_bases=True
+        ))
+        for seed in (1, 2)
+    )  # fmt: skip
+    sent = arrays_of(server)
+    load_arrays(client, sent)
+    arrays, x = by_name(sent), torch.randn(5, 12)
+    H, s, B, A = (arrays[f"{BASE}.query.ravan_{part}"] for part in "HsBA")
+    expected = x @ (s[:, None, None] * (B @ H @ A)).sum(0).mT
+    query = client.base_model.model.query
+    torch.testing.assert_close(query(x) - query.base_layer(x), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("score", ["random", "weight", "gradient"])
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.8, 1])
 def test_unselected_heads_do_not_change_and_have_no_gradient(fraction, score):
