@@ -17,7 +17,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord
@@ -33,16 +33,20 @@ from ravan_flwr.methods.multihead import SCORINGS, best_heads
 from ravan_flwr.strategies.base import RESIDUAL
 from ravan_flwr.strategies.lora import check_residual
 from ravan_flwr.strategies.ravan import BASES, HEADS
+from ravan_flwr.training.adapted_model import norms_with_statistics
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
+_STATISTICS_HOOK = "_statistics_hook"  # attribute of a normalisation whose statistics are kept
 
 
 def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """Load the global arrays into the active adapter of a PEFT model, and undo `choose`.
 
     Scales that are missing become one. Residuals, of FedEx-LoRA and FedMomentum, are added to the
-    pretrained weights until `restore`. ValueError if an array is missing, unknown or of another
-    shape: then no value has changed.
+    pretrained weights until `restore`. Until then batch normalisations also use their pretrained
+    running statistics in training, and leave them as they are: they are not sent, except those of
+    `modules_to_save`. ValueError if an array is missing, unknown or of another shape: then no value
+    has changed.
 
     Args:
         model: nn.Module. The model that `get_peft_model` returned.
@@ -75,6 +79,15 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
         for base, change in changes:
             setattr(base, _PRETRAINED_WEIGHT, base.weight.data)
             base.weight.data = base.weight.data + change.to(base.weight)
+    sent = {tensor.data_ptr() for tensor in current.values()}
+    for norm in norms_with_statistics(model):
+        if cast(Tensor, norm.running_mean).data_ptr() not in sent:
+            hook = norm.register_forward_pre_hook(_keep_statistics)  # after every model.train()
+            setattr(norm, _STATISTICS_HOOK, hook)
+
+
+def _keep_statistics(norm: nn.Module, _: Any) -> None:
+    norm.eval()
 
 
 def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[Any, Tensor]]:
@@ -197,7 +210,7 @@ def collect_arrays(model: nn.Module) -> ArrayRecord:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `choose`, and remove the residuals that `load_arrays` added to pretrained weights.
+    """Undo `choose`, and what `load_arrays` did to pretrained weights and normalisations.
 
     The adapter keeps its values. The parameters that were trainable before `choose` are trainable
     again.
@@ -210,6 +223,9 @@ def restore(model: nn.Module) -> None:
         if hasattr(module, _PRETRAINED_WEIGHT):
             module.weight.data = getattr(module, _PRETRAINED_WEIGHT)
             delattr(module, _PRETRAINED_WEIGHT)
+        if hasattr(module, _STATISTICS_HOOK):
+            getattr(module, _STATISTICS_HOOK).remove()
+            delattr(module, _STATISTICS_HOOK)
 
 
 def check_trained(model: nn.Module) -> list[str]:

@@ -44,6 +44,7 @@ from ravan_flwr.strategies import (
 )
 
 LAYERS = ["first", "second"]
+BASE = "base_model.model"
 BATCH, STEPS, NODES = 8, 3, 2
 EXAMPLES = BATCH * STEPS
 RATE = 0.01
@@ -227,6 +228,35 @@ def test_trainer_and_function_equal_the_plain_loop(method, tmp_path):
     got, measured = trained(federated(train_fn, model, budget=budget))
     assert_close(got, expected)
     assert measured == losses
+
+
+class Normalised(Network):
+    """Normalise the first layer's outputs, and the logits, over a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(16))
+        self.classifier = nn.Sequential(self.classifier, nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("of_function", [True, False])
+def test_batches_change_no_running_statistics_but_those_that_are_sent(of_function, tmp_path):
+    """They are of the pretrained weights; those of a trained classifier are averaged."""
+    config = RavanConfig(
+        r=3, num_heads=4, target_modules=["first.0", "second"], modules_to_save=["classifier"]
+    )
+    model: Any = get_peft_model(Normalised(), config)
+    before = copy.deepcopy(model.state_dict())
+    app = federated(train_fn, model) if of_function else federated(make_trainer(tmp_path, model))
+    strategy = train_only()
+    run(strategy, [app], model)
+    assert not strategy.rejected
+    moved = {k for k, t in model.state_dict().items() if not torch.equal(t, before[k])}
+    ours = f"{BASE}.classifier.modules_to_save.default.1"
+    statistics = {f"{ours}.running_mean", f"{ours}.running_var", f"{ours}.num_batches_tracked"}
+    assert {name for name in moved if "running" in name or "tracked" in name} == statistics
+    model.train()(torch.zeros(4, 12), torch.zeros(4, dtype=torch.long))  # after the round
+    assert int(model.base_model.model.first[1].num_batches_tracked) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
