@@ -63,9 +63,14 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
         actual, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, current))
         if actual != expected:
             shapes = ["none" if shape is None else f"shape {shape}" for shape in (actual, expected)]
+            advice = "build the model as the server does, with the same configuration of PEFT"
+            if name in model.state_dict():  # PEFT adds embeddings that are targets or were resized
+                advice = (
+                    "it is pretrained, so leave it out: at the server call "
+                    "get_peft_model_state_dict(model, save_embedding_layers=False)"
+                )
             raise ValueError(
-                f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
-                "build the model as the server does, with the same configuration of PEFT"
+                f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; {advice}"
             )
     changes: list[tuple[Any, Tensor]] = []
     if residual is not None and rank is not None:

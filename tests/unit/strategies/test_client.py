@@ -316,6 +316,21 @@ def test_incompatible_arrays_are_refused_and_change_nothing():
     assert_refused(model, sent, rf"{name}': got none, the model expects")
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_a_targeted_head_needs_no_embeddings_from_the_server():
+    """PEFT's state dict has the head's pretrained weight, unless it is told otherwise."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    decoder = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
+    model = get_peft_model(decoder, RavanConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    advice = r"base_layer.weight': .* expects none; .*\(model, save_embedding_layers=False\)"
+    assert_refused(model, get_peft_model_state_dict(model), advice)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    load_arrays(model, ArrayRecord({name: torch.ones_like(t) for name, t in state.items()}))
+    assert collect_arrays(model)[f"{BASE}.lm_head.ravan_H"].numpy().all()
+
+
 def test_a_quantised_weight_is_refused_before_anything_is_changed():
     model = lora()
     base = model.base_model.model.value.get_base_layer()
