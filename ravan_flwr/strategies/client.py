@@ -109,11 +109,13 @@ def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[A
     changes = []
     for (_, layer), shape, part in zip(layers, shapes, flat.split(sizes), strict=True):
         base = layer.get_base_layer()
-        if not base.weight.is_floating_point():
+        weight = getattr(base, "weight", None)  # an attention, or the parameters of experts: none
+        if weight is None or not weight.is_floating_point():
+            got = f"a {type(base).__name__}" if weight is None else f"a weight of {weight.dtype}"
             raise ValueError(
-                f"arrays: got what FedEx-LoRA or FedMomentum adds to a weight, and a weight of "
-                f"{base.weight.dtype}, expected floating point; load the backbone without "
-                "quantisation"
+                f"arrays: got what FedEx-LoRA or FedMomentum adds to a weight, and {got}, expected "
+                "floating point, of a linear layer; load the backbone without quantisation, adapt "
+                "linear layers only, or take another strategy"
             )
         change = layer.scaling[_active_adapter(model)] * Residual.read(shape, rank, part).dense()
         changes.append((base, change.mT if layer.fan_in_fan_out else change))
@@ -167,6 +169,13 @@ def choose(
             f"model: adapter {adapter!r} has neither heads nor a LoRA to choose from, expected "
             "one of RavanConfig or LoraConfig; make the model with it, or leave choose out"
         )
+    for name, layer in _adapted_layers(model, "lora_A"):
+        if hasattr(layer, "parameter_name"):
+            raise ValueError(
+                f"layer {name}: got a LoRA of the parameter {layer.parameter_name!r}, whose ranks "
+                "PEFT orders by expert, expected LoRAs of linear layers; leave choose and the "
+                "budget out, or target_parameters"
+            )
     _undo_choice(model)
     chosen: dict[str, list[int]] = {}
     if with_heads:

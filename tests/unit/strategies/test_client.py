@@ -1,6 +1,7 @@
 """A client's work on a PEFT model: load, select, train, collect, restore."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -339,6 +340,39 @@ def test_a_quantised_weight_is_refused_before_anything_is_changed():
     more = {"residual": torch.ones(2 * 16 * 12), "residual-rank": torch.tensor([9])}
     arrays = {**by_name(arrays_of(model)), **more}
     assert_refused(model, arrays, "a weight of torch.int8, expected floating point")
+
+
+class Experts(nn.Module):
+    """Sum the outputs of experts whose weights are one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 12, 8))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.weights)
+
+
+def test_ranks_of_experts_are_not_chosen():
+    """PEFT orders A's rows by expert, and B's columns by rank: the first of both do not match."""
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["experts.weights"])
+    model = get_peft_model(nn.Sequential(OrderedDict(experts=Experts())), config)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"of the parameter 'weights', .* leave choose and"):
+        choose(model, 0.5)
+    assert unchanged(model, before)
+    load_arrays(model, arrays_of(model))
+    assert collect_arrays(model).keys() == arrays_of(model).keys()
+
+
+def test_a_residual_for_an_attention_is_refused_before_anything_is_changed():
+    """PEFT's LoRA of it has two factors for the three matrices of queries, keys and values."""
+    network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    model = get_peft_model(network, LoraConfig(r=1, target_modules=["attention"]))
+    residual = torch.ones((24 + 8) + (8 + 8))
+    more = {"residual": residual, "residual-rank": torch.tensor([1])}
+    arrays = {**by_name(arrays_of(model)), **more}
+    assert_refused(model, arrays, "and a MultiheadAttention, expected floating point, of a linear")
 
 
 def test_a_lora_beside_a_layer_without_a_weight_is_loaded():
