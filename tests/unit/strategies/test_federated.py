@@ -428,6 +428,28 @@ def test_heads_are_chosen_by_the_gradient_of_the_trainers_batch(tmp_path):
     assert chosen == [[int(of.ravan_H["default"].grad.norm(dim=(1, 2)).argmax()) for of in layers]]
 
 
+class WithDropout(Network):
+    def forward(self, x, labels=None):
+        return super().forward(nn.functional.dropout(x, 0.8, self.training), labels)
+
+
+def test_heads_do_not_depend_on_what_the_trainer_did_before(tmp_path):
+    """The batch that scores them is one of training, whether the model was evaluated before."""
+    heads = []
+    for evaluated in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(WithDropout(), ravan())
+        trainer = make_trainer(tmp_path, model.train(), evaluated=data_of(3))
+        if evaluated:
+            trainer.evaluate()
+        content = RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(make_model()))})
+        app = federated(trainer, budget=0.25, score="gradient")
+        (reply,) = Grid([app]).send_and_receive([Message(content, 1, "train")])
+        arrays = reply.content["arrays"]
+        heads.append([arrays[f"{BASE}.{layer}.ravan_heads"].numpy().tolist() for layer in LAYERS])
+    assert heads[0] == heads[1]
+
+
 def test_evaluation_is_the_trainers(tmp_path):
     sets = {"near": data_of(5, 8), "far": data_of(6, 12)}
 
