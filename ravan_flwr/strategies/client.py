@@ -235,7 +235,8 @@ def restore(model: nn.Module) -> None:
     _undo_choice(model)
     for module in model.modules():
         if hasattr(module, _PRETRAINED_WEIGHT):
-            module.weight.data = getattr(module, _PRETRAINED_WEIGHT)
+            # The model may have been moved, or cast, since.
+            module.weight.data = getattr(module, _PRETRAINED_WEIGHT).to(module.weight)
             delattr(module, _PRETRAINED_WEIGHT)
         if hasattr(module, _STATISTICS_HOOK):
             getattr(module, _STATISTICS_HOOK).remove()

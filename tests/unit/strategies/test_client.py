@@ -281,6 +281,19 @@ def test_the_fedex_lora_residual_is_applied_until_restore(dense):
     assert torch.equal(weight, before)
 
 
+def test_a_model_that_was_cast_since_gets_its_weight_back_in_its_dtype():
+    """As one that was moved to a GPU gets it there."""
+    model = lora()
+    weight = model.base_model.model.query.get_base_layer().weight
+    before = weight.detach().clone()
+    residual = {"residual": torch.ones(16 + 12 + 12 + 16), "residual-rank": torch.tensor([1])}
+    load_arrays(model, ArrayRecord({**by_name(arrays_of(model)), **residual}))
+    model.bfloat16()
+    restore(model)
+    assert torch.equal(weight, before.bfloat16())
+    assert model(torch.ones(2, 12, dtype=torch.bfloat16)).isfinite().all()
+
+
 def test_unselected_ranks_are_restored():
     model = lora()
     load_arrays(model, arrays_of(model))
