@@ -332,7 +332,7 @@ def test_incompatible_arrays_are_refused_and_change_nothing():
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 def test_a_targeted_head_needs_no_embeddings_from_the_server():
-    """PEFT's state dict has the head's pretrained weight, unless it is told otherwise."""
+    """PEFT's state dict has the head's pretrained weight, unless an argument leaves it out."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
