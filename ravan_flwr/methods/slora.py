@@ -62,12 +62,22 @@ class SparseRound(FirstRound):
     def run(self, adapters: Sequence[Any], loop: CalibrationLoop) -> Tensors:
         weights = [adapter.base.weight.requires_grad_(True) for adapter in adapters]
         hooks, positions = [], self.positions()
-        for weight, chosen in zip(weights, positions, strict=True):
+        for adapter, weight, chosen in zip(adapters, weights, positions, strict=True):
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[chosen] = True
-            factor = mask.view_as(weight).to(weight.device)
+            trained, old = mask.view_as(weight).to(weight.device), weight.detach().clone()
+
+            def mask_gradient(gradient: Tensor, trained: Tensor = trained) -> Tensor:
+                return gradient * trained
+
             # Adam does not change a number whose gradients are all zero, except by weight decay.
-            hooks.append(weight.register_hook(lambda gradient, factor=factor: gradient * factor))
+            def undo_decay(base: Any, _: Any, trained: Tensor = trained, old: Tensor = old) -> None:
+                base.weight.data.copy_(torch.where(trained, base.weight.data, old))
+
+            hooks += [
+                weight.register_hook(mask_gradient),
+                adapter.base.register_forward_pre_hook(undo_decay),
+            ]
         try:
             change = super().run(adapters, loop)["change"].split([w.numel() for w in weights])
         finally:

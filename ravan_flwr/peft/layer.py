@@ -194,7 +194,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         if not names:
             return
         old = dense_weight(base)
-        merged = (old.float() + sum(map(self.get_delta_weight, names))).to(old.dtype)
+        wide = old.to(torch.promote_types(old.dtype, torch.float32))
+        merged = (wide + sum(map(self.get_delta_weight, names))).to(old.dtype)
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(
                 f"adapter {', '.join(map(repr, names))}: the merged weight has values that are not "

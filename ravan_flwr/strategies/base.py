@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
@@ -142,7 +142,9 @@ class MethodStrategy(FedAvg):
                 f"round {server_round}: array {shown(wrong[0])} that would be sent is not finite, "
                 "expected finite numbers; correct the initial arrays, or the server optimiser"
             )
-        translated = self.translate(tensors, server_round)
+        # A resumed run counts on: FedRot-LoRA's rounds differ.
+        rounds_before = cast(int, config.get("rounds-before", 0))
+        translated = self.translate(tensors, server_round + rounds_before)
         self._sent, self._newest = (arrays, tensors, translated), arrays
         if self.optimizer is not None:
             extras = {

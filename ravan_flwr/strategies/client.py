@@ -17,7 +17,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord
@@ -33,16 +33,20 @@ from ravan_flwr.methods.multihead import SCORINGS, best_heads
 from ravan_flwr.strategies.base import RESIDUAL
 from ravan_flwr.strategies.lora import check_residual
 from ravan_flwr.strategies.ravan import BASES, HEADS
+from ravan_flwr.training.adapted_model import norms_with_statistics
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
+_STATISTICS_HOOK = "_statistics_hook"  # attribute of a normalisation whose statistics are kept
 
 
 def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """Load the global arrays into the active adapter of a PEFT model, and undo `choose`.
 
     Scales that are missing become one. Residuals, of FedEx-LoRA and FedMomentum, are added to the
-    pretrained weights until `restore`. ValueError if an array is missing, unknown or of another
-    shape: then no value has changed.
+    pretrained weights until `restore`. Until then batch normalisations also use their pretrained
+    running statistics in training, and leave them as they are: they are not sent, except those of
+    `modules_to_save`. ValueError if an array is missing, unknown or of another shape: then no value
+    has changed.
 
     Args:
         model: nn.Module. The model that `get_peft_model` returned.
@@ -59,9 +63,14 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
         actual, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, current))
         if actual != expected:
             shapes = ["none" if shape is None else f"shape {shape}" for shape in (actual, expected)]
+            advice = "build the model as the server does, with the same configuration of PEFT"
+            if name in model.state_dict():  # PEFT adds embeddings that are targets or were resized
+                advice = (
+                    "it is pretrained, so leave it out: at the server call "
+                    "get_peft_model_state_dict(model, save_embedding_layers=False)"
+                )
             raise ValueError(
-                f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
-                "build the model as the server does, with the same configuration of PEFT"
+                f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; {advice}"
             )
     changes: list[tuple[Any, Tensor]] = []
     if residual is not None and rank is not None:
@@ -75,6 +84,15 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
         for base, change in changes:
             setattr(base, _PRETRAINED_WEIGHT, base.weight.data)
             base.weight.data = base.weight.data + change.to(base.weight)
+    sent = {tensor.data_ptr() for tensor in current.values()}
+    for norm in norms_with_statistics(model):
+        if cast(Tensor, norm.running_mean).data_ptr() not in sent:
+            hook = norm.register_forward_pre_hook(_keep_statistics)  # after every model.train()
+            setattr(norm, _STATISTICS_HOOK, hook)
+
+
+def _keep_statistics(norm: nn.Module, _: Any) -> None:
+    norm.eval()
 
 
 def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[Any, Tensor]]:
@@ -91,11 +109,13 @@ def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[A
     changes = []
     for (_, layer), shape, part in zip(layers, shapes, flat.split(sizes), strict=True):
         base = layer.get_base_layer()
-        if not base.weight.is_floating_point():
+        weight = getattr(base, "weight", None)  # an attention, or the parameters of experts: none
+        if weight is None or not weight.is_floating_point():
+            got = f"a {type(base).__name__}" if weight is None else f"a weight of {weight.dtype}"
             raise ValueError(
-                f"arrays: got what FedEx-LoRA or FedMomentum adds to a weight, and a weight of "
-                f"{base.weight.dtype}, expected floating point; load the backbone without "
-                "quantisation"
+                f"arrays: got what FedEx-LoRA or FedMomentum adds to a weight, and {got}, expected "
+                "floating point, of a linear layer; load the backbone without quantisation, adapt "
+                "linear layers only, or take another strategy"
             )
         change = layer.scaling[_active_adapter(model)] * Residual.read(shape, rank, part).dense()
         changes.append((base, change.mT if layer.fan_in_fan_out else change))
@@ -149,6 +169,13 @@ def choose(
             f"model: adapter {adapter!r} has neither heads nor a LoRA to choose from, expected "
             "one of RavanConfig or LoraConfig; make the model with it, or leave choose out"
         )
+    for name, layer in _adapted_layers(model, "lora_A"):
+        if hasattr(layer, "parameter_name"):
+            raise ValueError(
+                f"layer {name}: got a LoRA of the parameter {layer.parameter_name!r}, whose ranks "
+                "PEFT orders by expert, expected LoRAs of linear layers; leave choose and the "
+                "budget out, or target_parameters"
+            )
     _undo_choice(model)
     chosen: dict[str, list[int]] = {}
     if with_heads:
@@ -197,7 +224,7 @@ def collect_arrays(model: nn.Module) -> ArrayRecord:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `choose`, and remove the residuals that `load_arrays` added to pretrained weights.
+    """Undo `choose`, and what `load_arrays` did to pretrained weights and normalisations.
 
     The adapter keeps its values. The parameters that were trainable before `choose` are trainable
     again.
@@ -208,8 +235,12 @@ def restore(model: nn.Module) -> None:
     _undo_choice(model)
     for module in model.modules():
         if hasattr(module, _PRETRAINED_WEIGHT):
-            module.weight.data = getattr(module, _PRETRAINED_WEIGHT)
+            # The model may have been moved, or cast, since.
+            module.weight.data = getattr(module, _PRETRAINED_WEIGHT).to(module.weight)
             delattr(module, _PRETRAINED_WEIGHT)
+        if hasattr(module, _STATISTICS_HOOK):
+            getattr(module, _STATISTICS_HOOK).remove()
+            delattr(module, _STATISTICS_HOOK)
 
 
 def check_trained(model: nn.Module) -> list[str]:
@@ -360,11 +391,15 @@ def _adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole tensors of the active adapter; they share memory with the model."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (only clients with PEFT need it)
 
-    return dict(
-        get_peft_model_state_dict(
-            model, adapter_name=_active_adapter(model), save_embedding_layers=False
-        )
+    adapter = _active_adapter(model)
+    tensors = dict(
+        get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     )
+    for name, layer in _adapted_layers(model, "ravan_H"):
+        for part in BASES:  # a state dict has contiguous copies of saved bases
+            if f"{name}.{part}" in tensors:
+                tensors[f"{name}.{part}"] = getattr(layer, part)[adapter]
+    return tensors
 
 
 def _scores(

@@ -255,6 +255,7 @@ class TrainerLoop:
 
     def backward(self) -> None:
         """Run one mini-batch forward and backward; every process gets the mean gradients."""
+        self.model.train()  # as in the steps; it may have been evaluated before
         batch = next(iter(self.trainer.get_train_dataloader()))
         self.trainer.compute_loss(self.model, batch).backward()
         for parameter in self.model.parameters():

@@ -216,9 +216,8 @@ class AdaptedModel:
 
         Their statistics are pretrained and never travel, so no client's batches may change them.
         """
-        for module in self.network.train().modules():
-            if isinstance(module, _NormBase) and module.track_running_stats:
-                module.eval()
+        for norm in norms_with_statistics(self.network.train()):
+            norm.eval()
 
     def make_step(
         self, parameters: Sequence[Tensor], settings: TrainingSettings,
@@ -260,3 +259,12 @@ class AdaptedModel:
     @property
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
+
+
+def norms_with_statistics(network: nn.Module) -> list[nn.Module]:
+    """Return the normalisations that keep running statistics of what they are given."""
+    return [
+        module
+        for module in network.modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+    ]

@@ -252,6 +252,14 @@ def test_merge_and_unload_gives_a_network_without_adapters(kind):
     assert torch.equal(logits(back, kind), logits(build(kind), kind))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_merging_what_changes_nothing_keeps_every_bit_of_the_weight(dtype):
+    layer = nn.Linear(6, 4, dtype=dtype)
+    before = layer.weight.detach().clone()
+    model: Any = get_peft_model(nn.Sequential(layer), RavanConfig(r=2, target_modules=["0"]))
+    assert torch.equal(model.merge_and_unload()[0].weight, before)
+
+
 def test_unknown_adapters_and_a_batch_for_several_are_refused():
     model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), RavanConfig(r=2, target_modules=["0"]))
     model.add_adapter("second", RavanConfig(r=2, target_modules=["0"]))

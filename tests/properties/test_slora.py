@@ -113,6 +113,39 @@ def test_training_changes_the_sampled_places_alone_and_restores_weights():
     assert not any(p.requires_grad for name, p in network.named_parameters() if "base" in name)
 
 
+def test_weight_decay_leaves_the_other_places_as_they_are():
+    """A plain loop has one AdamW over the places, and all else constant."""
+    method, adapters, network = build_with_network("slora", rank=1)
+    inputs = [torch.ones(2, layer.in_features) for layer in LAYERS]
+    rates = {"lr": 0.1, "weight_decay": 0.5}
+    expected = []
+    for adapter, x, chosen in zip(adapters, inputs, method.calibration.positions(), strict=True):
+        W, b = adapter.base.weight.detach().clone(), adapter.base.bias.detach()
+        start = W.flatten()[chosen]
+        places = start.clone().requires_grad_()
+        optimizer = torch.optim.AdamW([places], **rates)
+        for _ in range(5):
+            optimizer.zero_grad()
+            whole = W.flatten().index_copy(0, chosen, places).view_as(W)
+            (x @ whole.mT + b).square().sum().backward()
+            optimizer.step()
+        expected.append(places.detach() - start)
+
+    class Training:
+        def train(self, parameters):
+            optimizer = torch.optim.AdamW(parameters, **rates)
+            for _ in range(5):
+                optimizer.zero_grad()
+                for adapter, x in zip(adapters, inputs, strict=True):
+                    adapter(x).square().sum().backward()
+                optimizer.step()
+
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    upload = method.calibration.run(adapters, Training())["change"]
+    torch.testing.assert_close(upload, torch.cat(expected))
+    assert all(torch.equal(tensor, before[k]) for k, tensor in network.state_dict().items())
+
+
 @pytest.mark.slow
 def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
     settings: dict[str, Scalar] = {

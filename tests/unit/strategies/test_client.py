@@ -1,6 +1,7 @@
 """A client's work on a PEFT model: load, select, train, collect, restore."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,26 @@ def test_loaded_arrays_are_in_the_model_and_collected_again():
     without_scales = {k: a for k, a in arrays_of(model, 2).items() if not k.endswith("ravan_s")}
     load_arrays(model, ArrayRecord(without_scales))
     assert all((layer.ravan_s["default"] == 1).all() for layer in layers_of(model).values())
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("init", ["normal", "gram-schmidt"])
+def test_saved_bases_are_loaded_with_the_other_arrays(init, heads):
+    """So the client computes what the server does, whose bases may be of another seed."""
+    targets = ["query", "value"]
+    server, client = (
+        get_peft_model(Small(), RavanConfig(
+            r=3, num_heads=heads, target_modules=targets, init=init, base_seed=seed, save_bases=True
+        ))
+        for seed in (1, 2)
+    )  # fmt: skip
+    sent = arrays_of(server)
+    load_arrays(client, sent)
+    arrays, x = by_name(sent), torch.randn(5, 12)
+    H, s, B, A = (arrays[f"{BASE}.query.ravan_{part}"] for part in "HsBA")
+    expected = x @ (s[:, None, None] * (B @ H @ A)).sum(0).mT
+    query = client.base_model.model.query
+    torch.testing.assert_close(query(x) - query.base_layer(x), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("score", ["random", "weight", "gradient"])
@@ -260,6 +281,19 @@ def test_the_fedex_lora_residual_is_applied_until_restore(dense):
     assert torch.equal(weight, before)
 
 
+def test_a_model_that_was_cast_since_gets_its_weight_back_in_its_dtype():
+    """As one that was moved to a GPU gets it there."""
+    model = lora()
+    weight = model.base_model.model.query.get_base_layer().weight
+    before = weight.detach().clone()
+    residual = {"residual": torch.ones(16 + 12 + 12 + 16), "residual-rank": torch.tensor([1])}
+    load_arrays(model, ArrayRecord({**by_name(arrays_of(model)), **residual}))
+    model.bfloat16()
+    restore(model)
+    assert torch.equal(weight, before.bfloat16())
+    assert model(torch.ones(2, 12, dtype=torch.bfloat16)).isfinite().all()
+
+
 def test_unselected_ranks_are_restored():
     model = lora()
     load_arrays(model, arrays_of(model))
@@ -296,6 +330,21 @@ def test_incompatible_arrays_are_refused_and_change_nothing():
     assert_refused(model, sent, rf"{name}': got none, the model expects")
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_a_targeted_head_needs_no_embeddings_from_the_server():
+    """PEFT's state dict has the head's pretrained weight, unless an argument leaves it out."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    decoder = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
+    model = get_peft_model(decoder, RavanConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    advice = r"base_layer.weight': .* expects none; .*\(model, save_embedding_layers=False\)"
+    assert_refused(model, get_peft_model_state_dict(model), advice)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    load_arrays(model, ArrayRecord({name: torch.ones_like(t) for name, t in state.items()}))
+    assert collect_arrays(model)[f"{BASE}.lm_head.ravan_H"].numpy().all()
+
+
 def test_a_quantised_weight_is_refused_before_anything_is_changed():
     model = lora()
     base = model.base_model.model.value.get_base_layer()
@@ -304,6 +353,39 @@ def test_a_quantised_weight_is_refused_before_anything_is_changed():
     more = {"residual": torch.ones(2 * 16 * 12), "residual-rank": torch.tensor([9])}
     arrays = {**by_name(arrays_of(model)), **more}
     assert_refused(model, arrays, "a weight of torch.int8, expected floating point")
+
+
+class Experts(nn.Module):
+    """Sum the outputs of experts whose weights are one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 12, 8))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.weights)
+
+
+def test_ranks_of_experts_are_not_chosen():
+    """PEFT orders A's rows by expert, and B's columns by rank: the first of both do not match."""
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["experts.weights"])
+    model = get_peft_model(nn.Sequential(OrderedDict(experts=Experts())), config)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"of the parameter 'weights', .* leave choose and"):
+        choose(model, 0.5)
+    assert unchanged(model, before)
+    load_arrays(model, arrays_of(model))
+    assert collect_arrays(model).keys() == arrays_of(model).keys()
+
+
+def test_a_residual_for_an_attention_is_refused_before_anything_is_changed():
+    """PEFT's LoRA of it has two factors for the three matrices of queries, keys and values."""
+    network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    model = get_peft_model(network, LoraConfig(r=1, target_modules=["attention"]))
+    residual = torch.ones((24 + 8) + (8 + 8))
+    more = {"residual": residual, "residual-rank": torch.tensor([1])}
+    arrays = {**by_name(arrays_of(model)), **more}
+    assert_refused(model, arrays, "and a MultiheadAttention, expected floating point, of a linear")
 
 
 def test_a_lora_beside_a_layer_without_a_weight_is_loaded():

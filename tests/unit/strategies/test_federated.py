@@ -44,6 +44,7 @@ from ravan_flwr.strategies import (
 )
 
 LAYERS = ["first", "second"]
+BASE = "base_model.model"
 BATCH, STEPS, NODES = 8, 3, 2
 EXAMPLES = BATCH * STEPS
 RATE = 0.01
@@ -229,6 +230,35 @@ def test_trainer_and_function_equal_the_plain_loop(method, tmp_path):
     assert measured == losses
 
 
+class Normalised(Network):
+    """Normalise the first layer's outputs, and the logits, over a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(16))
+        self.classifier = nn.Sequential(self.classifier, nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("of_function", [True, False])
+def test_batches_change_no_running_statistics_but_those_that_are_sent(of_function, tmp_path):
+    """They are of the pretrained weights; those of a trained classifier are averaged."""
+    config = RavanConfig(
+        r=3, num_heads=4, target_modules=["first.0", "second"], modules_to_save=["classifier"]
+    )
+    model: Any = get_peft_model(Normalised(), config)
+    before = copy.deepcopy(model.state_dict())
+    app = federated(train_fn, model) if of_function else federated(make_trainer(tmp_path, model))
+    strategy = train_only()
+    run(strategy, [app], model)
+    assert not strategy.rejected
+    moved = {k for k, t in model.state_dict().items() if not torch.equal(t, before[k])}
+    ours = f"{BASE}.classifier.modules_to_save.default.1"
+    statistics = {f"{ours}.running_mean", f"{ours}.running_var", f"{ours}.num_batches_tracked"}
+    assert {name for name in moved if "running" in name or "tracked" in name} == statistics
+    model.train()(torch.zeros(4, 12), torch.zeros(4, dtype=torch.long))  # after the round
+    assert int(model.base_model.model.first[1].num_batches_tracked) == 1
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_optimiser_is_new_in_each_round_or_kept(keep, tmp_path):
     """One client of two rounds equals a loop whose Adam is kept, or is not."""
@@ -396,6 +426,28 @@ def test_heads_are_chosen_by_the_gradient_of_the_trainers_batch(tmp_path):
     other(x=x, labels=labels)["loss"].backward()
     layers = (other.base_model.model.first, other.base_model.model.second)
     assert chosen == [[int(of.ravan_H["default"].grad.norm(dim=(1, 2)).argmax()) for of in layers]]
+
+
+class WithDropout(Network):
+    def forward(self, x, labels=None):
+        return super().forward(nn.functional.dropout(x, 0.8, self.training), labels)
+
+
+def test_heads_do_not_depend_on_what_the_trainer_did_before(tmp_path):
+    """The batch that scores them is one of training, whether the model was evaluated before."""
+    heads = []
+    for evaluated in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(WithDropout(), ravan())
+        trainer = make_trainer(tmp_path, model.train(), evaluated=data_of(3))
+        if evaluated:
+            trainer.evaluate()
+        content = RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(make_model()))})
+        app = federated(trainer, budget=0.25, score="gradient")
+        (reply,) = Grid([app]).send_and_receive([Message(content, 1, "train")])
+        arrays = reply.content["arrays"]
+        heads.append([arrays[f"{BASE}.{layer}.ravan_heads"].numpy().tolist() for layer in LAYERS])
+    assert heads[0] == heads[1]
 
 
 def test_evaluation_is_the_trainers(tmp_path):

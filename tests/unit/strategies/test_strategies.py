@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
@@ -194,6 +194,22 @@ def test_a_baseline_equals_the_apps(method, strategy):
         expected = app.residuals(states[-1])
         for actual, residual in zip(app.residuals(state), expected, strict=True):
             torch.testing.assert_close(actual.dense(), residual.dense())
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_a_resumed_run_continues_where_the_first_one_ended(method):
+    """As the page has it: the arrays so far, and the rounds before; FedRot-LoRA's rounds differ."""
+    app, states, uploads = app_run(method, rounds=3)
+    start = named_factors(states[0] | ({} if "A" in states[0] else {"A": flatten(app.initial_A)}))
+    replies = named(uploads, named_factors)
+    expected = loop(BASELINES[method](), start, replies)
+    first = loop(BASELINES[method](), start, {1: replies[1]})
+    rest = Replying(len(SHARES), lambda n, place: content(replies[n + 1][place], num_examples=1))
+    before = ConfigRecord({"rounds-before": 1})
+    got = BASELINES[method]().start(rest, record(first), num_rounds=2, train_config=before).arrays
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name].numpy(), array, rtol=0, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
