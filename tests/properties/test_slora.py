@@ -1,5 +1,7 @@
 """SLoRA's sparse first round, against numpy's decomposition, and FedIT after it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -117,13 +119,13 @@ def test_weight_decay_leaves_the_other_places_as_they_are():
     """A plain loop has one AdamW over the places, and all else constant."""
     method, adapters, network = build_with_network("slora", rank=1)
     inputs = [torch.ones(2, layer.in_features) for layer in LAYERS]
-    rates = {"lr": 0.1, "weight_decay": 0.5}
+    make_optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     expected = []
     for adapter, x, chosen in zip(adapters, inputs, method.calibration.positions(), strict=True):
         W, b = adapter.base.weight.detach().clone(), adapter.base.bias.detach()
         start = W.flatten()[chosen]
         places = start.clone().requires_grad_()
-        optimizer = torch.optim.AdamW([places], **rates)
+        optimizer = make_optimizer([places])
         for _ in range(5):
             optimizer.zero_grad()
             whole = W.flatten().index_copy(0, chosen, places).view_as(W)
@@ -133,7 +135,7 @@ def test_weight_decay_leaves_the_other_places_as_they_are():
 
     class Training:
         def train(self, parameters):
-            optimizer = torch.optim.AdamW(parameters, **rates)
+            optimizer = make_optimizer(parameters)
             for _ in range(5):
                 optimizer.zero_grad()
                 for adapter, x in zip(adapters, inputs, strict=True):

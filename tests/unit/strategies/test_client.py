@@ -124,8 +124,10 @@ def test_saved_bases_are_loaded_with_the_other_arrays(init, heads):
     arrays, x = by_name(sent), torch.randn(5, 12)
     H, s, B, A = (arrays[f"{BASE}.query.ravan_{part}"] for part in "HsBA")
     expected = x @ (s[:, None, None] * (B @ H @ A)).sum(0).mT
-    query = client.base_model.model.query
-    torch.testing.assert_close(query(x) - query.base_layer(x), expected, rtol=1e-3, atol=1e-3)
+    query = client.get_submodule(f"{BASE}.query")
+    torch.testing.assert_close(
+        query(x) - query.get_submodule("base_layer")(x), expected, rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("score", ["random", "weight", "gradient"])

@@ -235,8 +235,8 @@ class Normalised(Network):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Sequential(self.first, nn.BatchNorm1d(16))
-        self.classifier = nn.Sequential(self.classifier, nn.BatchNorm1d(3))
+        for name, size in (("first", 16), ("classifier", 3)):
+            setattr(self, name, nn.Sequential(getattr(self, name), nn.BatchNorm1d(size)))
 
 
 @pytest.mark.parametrize("of_function", [True, False])
@@ -445,7 +445,7 @@ def test_heads_do_not_depend_on_what_the_trainer_did_before(tmp_path):
         content = RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(make_model()))})
         app = federated(trainer, budget=0.25, score="gradient")
         (reply,) = Grid([app]).send_and_receive([Message(content, 1, "train")])
-        arrays = reply.content["arrays"]
+        arrays = reply.content.array_records["arrays"]
         heads.append([arrays[f"{BASE}.{layer}.ravan_heads"].numpy().tolist() for layer in LAYERS])
     assert heads[0] == heads[1]
 

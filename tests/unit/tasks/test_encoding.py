@@ -1,9 +1,9 @@
 """Examples are encoded once, also by processes that start together; texts have room for words."""
 
 import time
-from typing import Any
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -75,13 +75,14 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
 
 def examples_of(task, kind, column, folder):
     """Return a task, and three examples with a column to partition by."""
-    columns: dict[str, Any] = {
+    by_task: dict[str, dict[str, Any]] = {
         "text": {"text": ["a b", "c", "d e"], "label": ["x", "y", "x"]},
         "question-answering": {
             "question": ["a", "b", "c"], "context": ["d"] * 3, "answers": [["e"], ["f"], ["g"]]
         },
         "causal": {"prompt": ["a", "b c", "d"], "completion": ["e f", "g", "h"]},
-    }[task]  # fmt: skip
+    }  # fmt: skip
+    columns = by_task[task]
     spec = DataSpec(
         "hub", columns=tuple((name, name) for name in columns), labels=("x", "y"),
         partition_by=column, prompt="{question}", prompts=("{prompt}",), target_length=4,
