@@ -105,9 +105,11 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         device = self._weight().device
         if device.type == "meta":
             device = B.device  # a checkpoint loaded later need not contain the bases
-        # B_i are stored side by side, as the forward pass needs them; this is a view.
+        # B_i are stored side by side, and A_i stacked, as the forward pass needs them; these are
+        # views.
         B = side_by_side(B).to(device).view(-1, heads, rank).transpose(0, 1)
-        for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
+        A = A.flatten(0, 1).to(device).view_as(A)
+        for bases, basis in ((self.ravan_B, B), (self.ravan_A, A)):
             bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
         self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
         self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))

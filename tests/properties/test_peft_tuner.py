@@ -29,6 +29,7 @@ SIDES: dict[str, Any] = {
     "intermediate_size": 24,
 }
 TOKENS: dict[str, torch.Tensor] = {"input_ids": torch.arange(24).view(2, 12)}
+INITS = ["gram-schmidt", "normal", "constant", "shared-subspace"]
 # name -> (class, configuration, targets, other modules to train, inputs)
 ARCHITECTURES: dict[str, Any] = {
     "bert": (
@@ -252,6 +253,18 @@ def test_merge_and_unload_gives_a_network_without_adapters(kind):
     assert torch.equal(logits(back, kind), logits(build(kind), kind))
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("init", INITS)
+def test_the_forward_pass_copies_no_bases(init, heads):
+    """A step would hold a copy of every layer's A until its backward pass."""
+    config = RavanConfig(r=2, num_heads=heads, target_modules=["0"], init=init)
+    model: Any = get_peft_model(nn.Sequential(nn.Linear(6, 8)), config)
+    layer = model.base_model.model[0]
+    B, A, *_ = layer.heads("default")
+    for stack, bases in ((B, layer.ravan_B), (A, layer.ravan_A)):
+        assert stack.data_ptr() == bases["default"].data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_merging_what_changes_nothing_keeps_every_bit_of_the_weight(dtype):
     layer = nn.Linear(6, 4, dtype=dtype)
@@ -377,7 +390,7 @@ def test_which_layers_are_adapted():
     assert len(names(target_modules="all-linear", task_type="SEQ_CLS")) == 2 * 6 + 1  # the pooler
 
 
-@pytest.mark.parametrize("init", ["gram-schmidt", "normal", "constant", "shared-subspace"])
+@pytest.mark.parametrize("init", INITS)
 def test_a_configuration_round_trips_through_its_file(init, tmp_path):
     model = adapted("bert", init=init, base_seed=3, trainable_scales=False)
     model.save_pretrained(tmp_path)
