@@ -36,7 +36,7 @@ from ravan_flwr.strategies.ravan import BASES, HEADS
 from ravan_flwr.training.adapted_model import norms_with_statistics
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
-_STATISTICS_HOOK = "_statistics_hook"  # attribute of a normalisation whose statistics are kept
+_EARLIER_MODE = "_earlier_mode"  # attribute of a normalisation that stays in evaluation mode
 
 
 def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
@@ -87,12 +87,15 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     sent = {tensor.data_ptr() for tensor in current.values()}
     for norm in norms_with_statistics(model):
         if cast(Tensor, norm.running_mean).data_ptr() not in sent:
-            hook = norm.register_forward_pre_hook(_keep_statistics)  # after every model.train()
-            setattr(norm, _STATISTICS_HOOK, hook)
+            setattr(norm, _EARLIER_MODE, norm.training)
+            norm.eval()
+            # No hook, which code that torch.compile made before would leave out.
+            norm.train = partial(_stay, norm)  # type: ignore[method-assign]
 
 
-def _keep_statistics(norm: nn.Module, _: Any) -> None:
-    norm.eval()
+def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001 (of train)
+    """Change no mode, in place of `norm.train`."""
+    return norm
 
 
 def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[Any, Tensor]]:
@@ -238,9 +241,10 @@ def restore(model: nn.Module) -> None:
             # The model may have been moved, or cast, since.
             module.weight.data = getattr(module, _PRETRAINED_WEIGHT).to(module.weight)
             delattr(module, _PRETRAINED_WEIGHT)
-        if hasattr(module, _STATISTICS_HOOK):
-            getattr(module, _STATISTICS_HOOK).remove()
-            delattr(module, _STATISTICS_HOOK)
+        if hasattr(module, _EARLIER_MODE):
+            del module.train
+            module.train(getattr(module, _EARLIER_MODE) and model.training)
+            delattr(module, _EARLIER_MODE)
 
 
 def check_trained(model: nn.Module) -> list[str]:

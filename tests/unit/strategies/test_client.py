@@ -1,6 +1,7 @@
 """A client's work on a PEFT model: load, select, train, collect, restore."""
 
 import copy
+import io
 from collections import OrderedDict
 from typing import Any
 
@@ -294,6 +295,47 @@ def test_a_model_that_was_cast_since_gets_its_weight_back_in_its_dtype():
     restore(model)
     assert torch.equal(weight, before.bfloat16())
     assert model(torch.ones(2, 12, dtype=torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_compiled_model_keeps_its_running_statistics(used_before):
+    """torch.compile leaves out hooks that are registered after the first call."""
+    torch._dynamo.reset()
+    model, x = lora(), torch.randn(8, 12)
+    norm, arrays = model.base_model.model.norm, arrays_of(model)
+    model.compile(backend="eager")
+    if used_before:
+        model.train()(x)
+    before = {name: tensor.clone() for name, tensor in norm.named_buffers()}
+    for _ in range(2):
+        load_arrays(model, arrays)
+        model.train()(x)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in norm.named_buffers())
+        restore(model)
+    model.train()(x)
+    assert norm.num_batches_tracked == before["num_batches_tracked"] + 1
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_copy_of_a_loaded_model_is_restored_by_itself(trained):
+    """A copy, or a file of torch.save, keeps its statistics, and has the earlier mode again."""
+    model = lora().train(trained)
+    load_arrays(model, arrays_of(model))
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        norm = other.base_model.model.norm
+        other.train()(torch.randn(8, 12))
+        assert norm.num_batches_tracked == 0
+        restore(other.train(trained))
+        assert norm.training is trained
+        other.train()(torch.randn(8, 12))
+        assert norm.num_batches_tracked == 1
+    model.train()(torch.randn(8, 12))
+    assert model.base_model.model.norm.num_batches_tracked == 0
+    restore(model.eval())  # evaluated since
+    assert not model.base_model.model.norm.training
 
 
 def test_unselected_ranks_are_restored():
