@@ -71,8 +71,10 @@ def new_table(path: Path, columns: ColumnTypes) -> Iterator[Callable[[Iterable[C
     schema = pa.schema([(convert(name), _ARROW[of_type]) for name, of_type in columns.items()])
 
     def write(rows: Iterable[Cells]) -> None:
-        named = [dict(zip(schema.names, map(convert, row), strict=True)) for row in rows]
-        writer.write_table(pa.Table.from_pylist(named, schema))
+        converted = [[*map(convert, row)] for row in rows]
+        # By position, since two names may become the same.
+        arrays = [pa.array([row[i] for row in converted], f.type) for i, f in enumerate(schema)]
+        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
     try:
         with temporary.open("wb") as file:

@@ -65,6 +65,13 @@ def test_a_column_of_any_name_is_written(kind, tmp_path):
     assert (b'"=1+1' in path.read_bytes()) == (kind == "jsonl")
 
 
+def test_columns_whose_names_become_the_same_keep_their_values(tmp_path):
+    path = tmp_path / "a.csv"
+    with new_table(path, {"=a": str, "'=a": str}) as write:
+        write([["x", "y"]])
+    assert path.read_text().splitlines() == ['"\'=a","\'=a"', '"x","y"']
+
+
 def test_no_file_is_replaced(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("mine")
