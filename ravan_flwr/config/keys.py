@@ -355,7 +355,7 @@ class Config:
         return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), clients)
 
     def num_replies(self, clients: int) -> int:
-        """Return how many of the clients a round asks, or whose updates fill its buffer."""
+        """Return the most updates of a round: of the clients that it asks, or of its buffer."""
         if self.aggregation == "async":
             return min(self.buffer_size or self.clients_per_round, clients)
         return self.num_asked(clients)

@@ -6,15 +6,18 @@
 import glob
 import hashlib
 import logging
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import httpx
+import pandas as pd
 import pyarrow as pa
 import transformers
 from datasets.data_files import FILES_TO_IGNORE
@@ -32,7 +35,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
-from ravan_flwr.data.rows import IMAGES, text_columns
+from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
@@ -227,7 +230,7 @@ def csv_options(files: Sequence[Path]) -> dict[str, Any]:
     read as texts unless it has numbers alone, or booleans, in all files. pandas would decide that
     for every 10,000 rows anew, and take 007 for the number 7.
     """
-    texts = sorted(set[str]().union(*map(text_columns, files)))
+    texts = sorted(set[str]().union(*map(_text_columns, files)))
     return {
         "keep_default_na": False, "na_values": [""], "converters": dict.fromkeys(texts, _text)
     }  # fmt: skip
@@ -235,6 +238,32 @@ def csv_options(files: Sequence[Path]) -> dict[str, Any]:
 
 def _text(field: str) -> str | None:
     return field or None
+
+
+_ROWS = 100_000  # rows of CSV that are looked at together
+# Numbers without zeros in front, and booleans; an empty field may be either.
+_PLAIN = (
+    re.compile(r"([ \t]*[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?[ \t]*)?"),
+    re.compile("(true|True|TRUE|false|False|FALSE)?"),
+)
+
+
+def _text_columns(path: Path) -> set[str]:
+    """Return the columns of CSV, plain or gzipped, that are not numbers or booleans throughout."""
+    with path.open("rb") as file:
+        packing = "gzip" if file.read(2) == b"\x1f\x8b" else None
+    read = partial(pd.read_csv, path, compression=packing, dtype=str, na_filter=False)
+    fitting: dict[str, list[re.Pattern[str]]] = {}  # which of the patterns fit all fields so far
+    with suppress(ValueError):  # reported when `datasets` reads the file
+        fitting = {name: [*_PLAIN] for name in read(nrows=0)}
+        # Long texts rarely fit in the first row, so that no more of them are read.
+        for rows in (1, None):
+            if plain := [name for name, patterns in fitting.items() if patterns]:
+                with read(usecols=plain, nrows=rows, chunksize=_ROWS) as chunks:
+                    for name, column in (pair for chunk in chunks for pair in chunk.items()):
+                        fields = column.unique()
+                        fitting[name] = [x for x in fitting[name] if all(map(x.fullmatch, fields))]
+    return {name for name, patterns in fitting.items() if not patterns}
 
 
 def check_one_format(folder: Path, files: Sequence[Path]) -> None:

@@ -7,11 +7,9 @@ Values are checked too: a text must be a string, and an image must open.
 """
 
 import csv
-import gzip
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,9 +126,9 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
                 yield Row(number, {}, reason)
 
 
-def _fields(path: Path, file: IO[str], *, strict: bool = True) -> Iterator[list[str]]:
+def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
     """Yield the fields of each line of CSV; the field limit of other readers is kept."""
-    lines = csv.reader(_lines(path, file), strict=strict)  # an open quotation mark is an error
+    lines = csv.reader(_lines(path, file), strict=True)  # an open quotation mark is an error
     while True:
         before = csv.field_size_limit(_LONGEST)
         try:
@@ -248,32 +246,6 @@ def _plain_columns(schema: pa.Schema) -> dict[str, type]:
         elif not any(test(arrow_type) for test in of_no_cell):
             columns[name] = str
     return columns
-
-
-# Numbers without zeros in front, and booleans; an empty field may be either.
-_PLAIN = (
-    re.compile(r"\s*[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?\s*"),
-    re.compile("(true|True|TRUE|false|False|FALSE)?"),
-)
-
-
-def text_columns(path: Path) -> set[str]:
-    """Return the columns of CSV, plain or gzipped, that are not numbers or booleans throughout."""
-    with path.open("rb") as packed:
-        is_gzipped = packed.read(2) == b"\x1f\x8b"
-        packed.seek(0)
-        content = cast(IO[bytes], gzip.GzipFile(fileobj=packed)) if is_gzipped else packed
-        file = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        lines = _fields(path, file, strict=False)
-        header = next(lines, [])
-        plain = [{*range(len(header))} for _ in _PLAIN]  # the columns that fit each pattern
-        for fields in lines:
-            for pattern, columns in zip(_PLAIN, plain, strict=True):
-                known = [index for index in columns if index < len(fields)]
-                columns.difference_update(i for i in known if not pattern.fullmatch(fields[i]))
-            if not any(plain):  # usually after the first row
-                break
-    return {name for index, name in enumerate(header) if index not in set().union(*plain)}
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:

@@ -121,8 +121,8 @@ class Decoder(Predicts):
         keep = [name for name in examples.column_names if name not in roles]
         if taken := [name for name in keep if name in self._features()]:
             raise ValueError(
-                f"partition: got the column {taken[0]!r}, as a column of the encoded examples is "
-                "called, too; expected another name; rename it in the data"
+                f"partition: got the column {taken[0]!r}, expected another name, since encoded "
+                "examples have a column of that name; rename it in the data"
             )
         settings = {
             "reader": describe(self.reader),

@@ -124,7 +124,7 @@ def test_zeros_in_front_of_a_label_are_kept(packed, folder):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV
-@pytest.mark.parametrize("names", [("7", "8+"), ("unknown", "True"), ("eight", "007")])
+@pytest.mark.parametrize("names", [("7", "8+"), ("7", "-"), ("unknown", "True"), ("eight", "007")])
 def test_labels_of_a_sorted_file_are_read_alike_from_its_begin_to_its_end(names, folder):
     """pandas decides for 10,000 rows at a time whether a column has numbers or truth values."""
     rows = [(f"text {n}", name) for name in names for n in range(10_000)]
