@@ -13,7 +13,7 @@ help:
 	@echo "make simulate  the same in one process"
 	@echo "make test      the fast tests, in some ten minutes on two cores; WORKERS=0 in one process"
 	@echo "make test-all  all tests, in three quarters of an hour: what CI runs"
-	@echo "make mutants   changes of the package that no test notices, in about two hours"
+	@echo "make mutants   changes of eleven modules, and of the flags of methods, that no test notices; about two hours"
 	@echo "make quick     the tests of single parts and of the properties"
 	@echo "make e2e       only the tests of a deployment: SuperLink, reverse proxy (needs nginx), SuperNodes, signals"
 	@echo "make networks  docs/deploy.md on hosts in network namespaces, with faults (root, Linux, nginx; ten minutes)"
@@ -113,6 +113,8 @@ release: $(INSTALLED)
 	$(BIN)/python -m scripts.release
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: found no $(PYTHON); install Python 3.11 or newer," \
+		"or name one: make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11"; exit 1; }
 	@echo "Step 1 of 2: making the Python environment $(VENV) (some minutes in all; later runs skip this)"

@@ -522,7 +522,9 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1")
+            raise ValueError(
+                f"got {setting!r}, expected KEY=VALUE, such as seed=1, without spaces"
+            )
         if not text:
             raise ValueError(
                 f"{key} = '': got nothing, expected a value; is a shell variable empty? Leave the "

@@ -191,7 +191,8 @@ def parse_location(key: str, text: str) -> tuple[str, str]:
     is_path = text.startswith((".", "/", "~"))
     if path.is_file() and (path.suffix or is_path):
         raise ValueError(
-            f"{key} = {text!r}: got a file, expected a folder; move it into a folder, and name that"
+            f"{key} = {text!r}: got a file, expected a folder; move it into a folder of its own, "
+            "and name that folder"
         )
     if path.is_dir():
         return str(path), ""

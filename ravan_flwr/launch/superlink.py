@@ -30,7 +30,9 @@ from ravan_flwr.runs.directory import check_writable
 
 START_TIMEOUT = 300.0  # for a busy machine; a SuperLink that ends is noticed at once
 END_TIMEOUT = 5.0  # for the processes that the SuperLink started, after its end
-RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
+# Settings of Ray, with the value 0: how it treats GPUs, and how far its workers give way.
+RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+RAY_NICENESS = "RAY_worker_niceness"
 
 
 class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
@@ -54,6 +56,9 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             # Ray must not hide the GPUs from a process that asks for no share of one. The variable
             # also avoids Ray's warning about that. Users who want no GPU set device=cpu.
             RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
+            # By default clients would be 15 steps nicer than other processes, and so would hardly
+            # train while the machine is busy.
+            RAY_NICENESS: os.environ.get(RAY_NICENESS, "0"),
             "RAY_ADDRESS": "local",  # not a cluster that this machine happens to be part of
             "PYTHONUNBUFFERED": "1",
         }
@@ -147,6 +152,7 @@ def run_in_flower(
         "With Flower's own command:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
+        f"  export {RAY_NICENESS}=0\n"
         "  export RAY_ADDRESS=local\n"
         f'  flwr run . --stream --federation-config "{federation}" '
         f"-c {shlex.quote(run_config)}\n"

@@ -208,6 +208,7 @@ def test_the_command_requests_a_share_of_the_available_gpus(command):
     assert federation == PLAIN
     assert "GPU" not in output
     assert "  export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0\n" in output
+    assert "  export RAY_worker_niceness=0\n" in output
 
     federation, run_config, output = command("clients-per-round=4", cards=[SMALL])
     assert federation == f"{PLAIN} client-resources-num-gpus=0.25"
