@@ -118,7 +118,8 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         number = len(list(grid.get_nodes())) if simulating(grid) else None
         check_limits(
             dataclasses.replace(config, num_clients=number or config.num_clients),
-            *(loaded.task.metric, start.records),
+            loaded.task.metric,
+            start.records,
         )
         if earlier is None:
             name = run_name(config, context.run_config, number)
