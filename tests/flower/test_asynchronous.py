@@ -13,7 +13,7 @@ from tests import short_runs
 from tests.flower import NEEDS_PROC, doubling_node
 from tests.flower.at_start import at_start
 from tests.flower.frozen import frozen
-from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
+from tests.support.deployment import ROUNDS_TIMEOUT
 
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
@@ -33,8 +33,17 @@ def started(deployment):
 
 
 def start_run(deployment, settings):
+    """Start a run; return it when each node has a training message of it, as the nodes' logs say.
+
+    On a busy machine that takes minutes, and `flwr run --stream` can end before the run does.
+    """
     run = deployment.run(settings)
-    wait_for(lambda: "3 nodes with" in run.log, "the nodes to be registered")
+
+    def all_train():
+        logs = (deployment.log(f"node-{number}") for number in range(NODES))
+        return all(f"[RUN {run.id}, ROUND " in log for log in logs)
+
+    run.wait_for(all_train, "the nodes to train", ROUNDS_TIMEOUT)
     return run
 
 
@@ -50,7 +59,7 @@ def updates_of(run):
 def test_a_node_that_stands_still_does_not_delay_the_others(started):
     run = start_run(started, f"num-rounds=3 local-steps=30 buffer-size=2 {ASYNC}")
     with frozen(started.folder / f"node-{SLOW}"):
-        wait_for(lambda: len(run.rounds) >= 2, "two versions meanwhile", ROUNDS_TIMEOUT)
+        run.wait_for(lambda: len(run.rounds) >= 2, "two versions meanwhile", ROUNDS_TIMEOUT)
     assert run.wait() == "finished:completed"
     assert [len(record["clients"]) for record in run.rounds] == [2] * 3
 
@@ -69,17 +78,21 @@ def interrupted_runs(started):
     """
     settings = f"local-steps=5 buffer-size=1 max-staleness=2 {ASYNC}"
     run = start_run(started, f"num-rounds=500 {settings}")
-    wait_for(lambda: len(run.rounds) >= 1, "a first version", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: len(run.rounds) >= 1, "a first version", ROUNDS_TIMEOUT)
     with frozen(started.folder / f"node-{SLOW}"):
         target = len(run.rounds) + 3  # node 2 has the next version at most
-        wait_for(lambda: len(run.rounds) >= target, "versions without node 2", ROUNDS_TIMEOUT)
-    wait_for(lambda: late_updates(run.rounds[:-1]), "a late update's checkpoint", ROUNDS_TIMEOUT)
+        run.wait_for(lambda: len(run.rounds) >= target, "versions without node 2", ROUNDS_TIMEOUT)
+    run.wait_for(
+        lambda: late_updates(run.rounds[:-1]), "a late update's checkpoint", ROUNDS_TIMEOUT
+    )
     started.kill_serverapp("superlink")
     run.abandon()
     stopped_at = load_checkpoint(run.directory / "checkpoints").round  # or logged one more
     settings = f"num-rounds={stopped_at + 5} {settings}"
-    resumed = start_run(started, f"{settings} resume='{run.directory}'")
-    wait_for(lambda: len(run.rounds) > stopped_at, "a version after resuming", ROUNDS_TIMEOUT)
+    resumed = started.run(f"{settings} resume='{run.directory}'")
+    resumed.wait_for(
+        lambda: len(run.rounds) > stopped_at, "a version after resuming", ROUNDS_TIMEOUT
+    )
     started.kill_node(DOUBLING)
     assert resumed.wait() == "finished:completed"
     return run, resumed, stopped_at

@@ -102,7 +102,7 @@ def test_only_registered_nodes_connect(deployment, node_configs):
 
 def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     run = deployment.run(f"method='ravan' {SHORT}")
-    wait_for(lambda: "ROUND 2" in deployment.log("node-1"), "round 2", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: "ROUND 2" in deployment.log("node-1"), "round 2", ROUNDS_TIMEOUT)
     deployment.kill_node(1)
     assert len(run.rounds) == 1
     deployment.start_node(1, node_configs[1])

@@ -15,7 +15,7 @@ import pytest
 from tests import ROOT, short_runs
 from tests.flower import NEEDS_PROC, faulty_client
 from tests.flower.at_start import at_start
-from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
+from tests.support.deployment import ROUNDS_TIMEOUT
 
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
@@ -54,7 +54,9 @@ def faulty_runs(deployment):
         f"seed=1 num-rounds=2 local-steps=5 {settings}={STRAGGLER_TIMEOUT}"
     )
     run = deployment.run(f"num-rounds={LAST_ROUND} local-steps=40 {settings}=3600.0")
-    wait_for(lambda: len(unresponsive_run.rounds) >= 1, "a round to close", ROUNDS_TIMEOUT)
+    unresponsive_run.wait_for(
+        lambda: len(unresponsive_run.rounds) >= 1, "a round to close", ROUNDS_TIMEOUT
+    )
     (folder / "closed").touch()
     assert [each.wait() for each in (run, unresponsive_run)] == ["finished:completed"] * 2
     for number in range(NODES):
@@ -120,7 +122,7 @@ def test_a_run_resumes_to_the_same_bits_after_the_superlink_was_killed(honest_de
     deployment = honest_deployment
     settings = f"num-rounds=4 local-steps=5 {SHORT}"
     run = deployment.run(settings)
-    wait_for(lambda: len(run.rounds) >= 2, "two rounds", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: len(run.rounds) >= 2, "two rounds", ROUNDS_TIMEOUT)
     deployment.kill_superlink()
     stopped_at = len(run.rounds)
     run.abandon()

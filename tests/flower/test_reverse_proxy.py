@@ -21,7 +21,7 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from tests import ROOT
 from tests.flower import NEEDS_PROC
 from tests.flower.at_start import at_start
-from tests.support.deployment import NAME, NGINX, ROUNDS_TIMEOUT, SCRIPTS, wait_for
+from tests.support.deployment import NAME, NGINX, ROUNDS_TIMEOUT, SCRIPTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -245,7 +245,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
     deployment.start_node(1, node_config, PYTHONPATH=path)
     assert deployment.wait_for_node(1)
     run = deployment.run(f"num-rounds=3 straggler-grace=30 {SHORT}")
-    wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
     attacked.touch()
     assert run.wait() == "finished:completed"
     assert int(announced.read_text()) > 1_000_000
@@ -261,12 +261,12 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
 
 def test_a_locked_superlink_database_loses_no_reply(deployment):
     run = deployment.run(f"num-rounds=4 {SHORT}")
-    wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
     state = deployment.folder / "superlink" / "state.db"
     # A SuperExec and a SuperNode end at their first failed call: docs/troubleshooting.md.
     with deployment.only_apps_call(), closing(sqlite3.connect(state)) as database:
         database.execute("BEGIN IMMEDIATE")
-        wait_for(lambda: " 500" in deployment.log("superlink"), "a call that fails")
+        run.wait_for(lambda: " 500" in deployment.log("superlink"), "a call that fails")
         database.rollback()
     assert run.wait() == "finished:completed"
     assert all(record["rejected"] == [] for record in run.rounds)
@@ -331,7 +331,7 @@ def test_the_superlink_survives_an_out_of_memory_kill_of_a_serverapp(deployment)
     """SIGKILL, as the kernel sends it to the largest process when a unit's memory is exhausted."""
     run = deployment.run(f"num-rounds=50 {SHORT}")
     checkpoints = "*/checkpoints/round-*.safetensors"
-    wait_for(lambda: any(run.folder.glob(checkpoints)), "a checkpoint", ROUNDS_TIMEOUT)
+    run.wait_for(lambda: any(run.folder.glob(checkpoints)), "a checkpoint", ROUNDS_TIMEOUT)
     deployment.kill_serverapp("serverapps")
     assert run.wait() == "finished:failed"
     assert sorted(deployment.listed_nodes().values()).count("online") == 2

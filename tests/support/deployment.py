@@ -458,13 +458,17 @@ class Run:
             # `--stream` also ends when one of its calls fails; the run continues.
             return self._process.poll() is not None and self.status.startswith("finished")
 
+        self.wait_for(has_ended, "the end of the run", RUN_TIMEOUT)
+        return self.status
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout: float = TIMEOUT) -> None:
+        """Return once the condition holds; the error after `timeout` seconds has the logs' ends."""
         try:
-            wait_for(has_ended, "the end of the run", RUN_TIMEOUT)
+            wait_for(condition, what, timeout)
         except TimeoutError as error:
             machines = sorted(path.parent.name for path in self._deployment.folder.glob("*/log"))
             logs = (f"{name}: {self._deployment.log(name)[-1000:]}" for name in machines)
             raise TimeoutError("\n".join([str(error), self.log[-2000:], *logs])) from None
-        return self.status
 
     def abandon(self) -> None:
         """End `flwr run --stream`; the run ends with the SuperLink."""
