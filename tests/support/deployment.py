@@ -151,8 +151,11 @@ class Deployment(AbstractContextManager["Deployment"]):
     def start_superlink(self) -> None:
         """Start it, with its database of an earlier start."""
         secrets, home = self.keys / "superlink", self._home("superlink")
-        (home / "sitecustomize.py").write_text(_CUSTOMIZE)
-        path = os.pathsep.join([str(home), self._environment("superlink")["PYTHONPATH"]])
+        # Not in its working directory, where `PYTHONPATH=.` would find it also behind the proxy.
+        customize = home / "customize"
+        customize.mkdir(exist_ok=True)
+        (customize / "sitecustomize.py").write_text(_CUSTOMIZE)
+        path = os.pathsep.join([str(customize), self._environment("superlink")["PYTHONPATH"]])
         self._superlink = self.start(
             "superlink",
             # Not a fork where its log is read: Flower sets the log level when it is imported.
