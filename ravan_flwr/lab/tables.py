@@ -30,15 +30,21 @@ from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.tasks import MACRO_F1, TIME, is_fraction
 
-LEGEND = """\
-Numbers are means over the seeds, each with half of its 95 % interval (Student's t over the seeds).
-Differences are paired by seed.
-Bold: the best row that competes, and those not significantly different from it. *Edge*: the
-smallest or largest rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are
-rates not significantly different from it, in italics below; *runs* those of the choice. *p, Holm*:
-of a paired t-test, corrected for the number of planned contrasts. *Up*, *down*, *client s*: all
-clients, a run.
-"""
+# Each sentence explains what has its mark in the text.
+LEGEND = {
+    "": "Numbers are means over the seeds, each with half of its 95 % interval (Student's t).",
+    "| to ": "Differences are paired by seed.",
+    "**": "Bold: the best row that competes, and those not significantly different from it; "
+    "with fewer than three seeds, the best mean alone.",
+    " (edge)": "*Edge*: the smallest or largest rate tried.",
+    " (open)": "*Open*: some rates are to be run.",
+    "×": "*3×*: three seeds took it.",
+    "| as good |": "*As good* are rates not significantly different from it, in italics below; "
+    "*runs* those of the choice.",
+    "| p, Holm |": "*p, Holm*: of a paired t-test, corrected for the number of planned contrasts.",
+    "| up |": "*Up*, *down*, *client s*: all clients, a run.",
+}
+NOT_CHOSEN = "No learning rate was chosen by results: each is a setting, or the method's default."
 
 
 def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
@@ -82,7 +88,15 @@ def markdown(
             heading = f"{table.chosen_key_name}s".capitalize()
             where = "in this table" if table.leave_one_seed_out else "on validation splits"
             text += [f"{heading}, by what they reached {where}:", "", *rates, ""]
-    return "\n".join([*text, LEGEND])
+    return "\n".join([*text, _legend("\n".join(text)), ""])
+
+
+def _legend(text: str) -> str:
+    """Return the sentences that explain the tables of a text."""
+    sentences = [sentence for mark, sentence in LEGEND.items() if mark in text]
+    if "| learning rate |" in text and "| as good |" not in text:
+        sentences.append(NOT_CHOSEN)
+    return " ".join(sentences)
 
 
 def table_lines(table: Table, results: Results) -> list[str]:

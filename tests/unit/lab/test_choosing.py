@@ -130,6 +130,8 @@ def test_the_mean_over_seeds_decides_and_rates_within_noise_are_marked(tmp_path)
     text = markdown(study, results)
     assert "| 0.003 | 0.01 | 9 |" in text
     assert "| 51.0 ± 2.5 | **82.0 ± 5.0** | *80.0 ± 32.9* | 9 |" in text
+    assert "*As good* are rates not significantly different from it" in text
+    assert "No learning rate was chosen by results" not in text
     lines = rates_as_csv(study, results).splitlines()
     assert len(lines) == 1 + 2 * 9
     assert "T,ravan,learning-rate,0.01,101,accuracy,0.7" in lines

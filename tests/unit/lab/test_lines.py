@@ -246,6 +246,18 @@ def test_with_one_or_two_seeds_no_row_is_called_better(tmp_path, seeds, beginnin
     assert "±" not in text
     assert "Ahead" not in text
     assert "| by seed |" in text
+    assert "with fewer than three seeds, the best mean alone" in text
+
+
+def test_the_legend_explains_the_columns_that_the_tables_have(tmp_path, random_values):
+    one_seed = markdown(*filled(tmp_path / "1", {"ravan": [0.9], "fedit": [0.5]}))
+    assert "No learning rate was chosen by results" in one_seed
+    planned = markdown(*filled(tmp_path / "2", random_values, contrasts=["fedit"]))
+    for explained in ("Differences are paired by seed.", "*p, Holm*: of a paired t-test"):
+        assert explained in planned
+        assert explained not in one_seed
+    assert "*As good*" not in planned  # no rate is chosen
+    assert "*Up*, *down*, *client s*: all clients" in planned
 
 
 def test_a_reference_is_compared_but_cannot_be_best(tmp_path, random_values):
