@@ -153,7 +153,7 @@ class Client:
         try:
             load_arrays(loop.model, _only(content))
             if fraction != 1:
-                _seed_everything(this_round)  # the mini-batch that scores heads
+                loop.seed_round(this_round)  # the mini-batch that scores heads
                 choose(
                     loop.model, fraction, self.score, selection=self.selection,
                     generator=this_round.generator("heads"), backward=loop.backward,
@@ -203,9 +203,13 @@ class FunctionLoop:
         """Return the run config's seed, or 0."""
         return int(config.get("seed", 0))
 
+    def seed_round(self, this_round: ClientRound) -> None:
+        """Seed all random numbers of a client's round."""
+        _seed_everything(this_round)
+
     def train(self, this_round: ClientRound, config: Config) -> Metrics:
         """Call the function."""
-        _seed_everything(this_round)
+        self.seed_round(this_round)
         return self.train_fn(self.model, config)
 
     def evaluate(self) -> Metrics:
@@ -253,6 +257,13 @@ class TrainerLoop:
         """Return the seed of the Trainer's arguments."""
         return int(self.trainer.args.seed)
 
+    def seed_round(self, this_round: ClientRound) -> int:
+        """Seed all random numbers of a client's round, and return the seed."""
+        seed = _seed_everything(this_round)
+        if self.trainer.args.data_seed is not None:  # of which accelerate has a copy
+            self.trainer.accelerator.dataloader_config.data_seed = seed
+        return seed
+
     def backward(self) -> None:
         """Run one mini-batch forward and backward; every process gets the mean gradients."""
         self.model.train()  # as in the steps; it may have been evaluated before
@@ -283,10 +294,9 @@ class TrainerLoop:
             Path(args.output_dir, f"client-{this_round.partition_id}", f"round-{this_round.round}")
         )
         trainer.args.max_steps = number
-        trainer.args.seed = _seed_everything(this_round)
-        if args.data_seed is not None:  # accelerate has a copy
+        trainer.args.seed = self.seed_round(this_round)
+        if args.data_seed is not None:
             trainer.args.data_seed = trainer.args.seed
-            trainer.accelerator.dataloader_config.data_seed = trainer.args.seed
         for callback in trainer.callback_handler.callbacks:
             if hasattr(callback, "logging_dir") and "TENSORBOARD_LOGGING_DIR" not in os.environ:
                 callback.logging_dir = None  # TensorBoard's, which is in the last round's folder

@@ -450,6 +450,33 @@ def test_heads_do_not_depend_on_what_the_trainer_did_before(tmp_path):
     assert heads[0] == heads[1]
 
 
+class KeepsBatches(Trainer):
+    def compute_loss(self, model, inputs, *others, **named):
+        vars(self).setdefault("batches", []).append(tuple(inputs["x"].flatten().tolist()))
+        return super().compute_loss(model, inputs, *others, **named)
+
+
+@pytest.mark.parametrize("data_seed", [None, 7])
+def test_each_round_of_each_client_scores_heads_by_a_batch_of_its_own(data_seed, tmp_path):
+    """Also with a seed of the data; and no matter whether clients share a Trainer."""
+
+    def scoring(trainers):
+        apps = [federated(trainer, budget=0.25, score="gradient") for trainer in trainers]
+        strategy = train_only()
+        run(strategy, apps, make_model())
+        assert not strategy.rejected
+        # In a round it computes the loss of the batch that scores heads, then that of each step.
+        return sorted(batch for each in {*trainers} for batch in each.batches[:: 1 + STEPS])
+
+    def made():
+        settings = arguments(tmp_path, data_seed=data_seed)
+        return KeepsBatches(make_model(), settings, train_dataset=data_of(0))
+
+    apart, shared = scoring([made(), made()]), scoring([made()] * 2)
+    assert len({*apart}) == 4
+    assert shared == apart
+
+
 def test_evaluation_is_the_trainers(tmp_path):
     sets = {"near": data_of(5, 8), "far": data_of(6, 12)}
 
