@@ -214,14 +214,14 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
-        """Restore the layer's frozen weight, bit for bit."""
+        """Restore the layer's frozen weight, bit for bit unless the model was cast since."""
         if not self.merged:
             warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
             return
         base: Any = self.get_base_layer()
-        device = base.weight.device
+        merged = base.weight
         base.weight, data, state = self._unmerged
-        base.weight.data = data.to(device)
+        base.weight.data = data.to(merged)
         if state is not None:
             base.state = state
         self._unmerged = []

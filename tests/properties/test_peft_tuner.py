@@ -239,6 +239,14 @@ def test_merged_equals_unmerged_and_unmerging_restores_every_bit(kind):
         assert torch.equal(logits(model, kind), logits(build(kind), kind))
 
 
+def test_a_network_that_is_cast_while_merged_is_unmerged_in_its_dtype(kind):
+    model, expected = shake(adapted(kind)), shake(adapted(kind)).bfloat16()
+    model.merge_adapter()
+    model.bfloat16().unmerge_adapter()
+    assert torch.equal(logits(model, kind), logits(expected, kind))
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in expected.state_dict().items())
+
+
 def test_merge_and_unload_gives_a_network_without_adapters(kind):
     model = shake(adapted(kind))
     before = logits(model, kind)
