@@ -72,6 +72,10 @@ class MultiHeadLinear(nn.Module):
     def _heads(self) -> "Heads":
         return Heads(self.B_stack, self.A_stack, self.H, self.s, self.subset)
 
+    def head_inputs(self, x: Tensor) -> Tensor:
+        """Return what the heads are applied to, without a gradient, for inputs x of the layer."""
+        return x
+
     def delta_weight(self) -> Tensor:
         """Return sum_i s_i B_i H_i A_i, (out, in), with the current values."""
         return self._heads().delta_weight()

@@ -79,8 +79,17 @@ class MixedHeads(MultiHeadLinear):
     def _other_heads(self) -> Heads:
         return Heads(self.B_stack, self.A_stack, self.others, self.ones)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return g_1(x) and g_2(x), (..., 1) each."""
         personal_gate, other_gate = F.linear(x, self.gate).softmax(-1).split(1, -1)
+        return personal_gate, other_gate
+
+    @torch.no_grad()
+    def head_inputs(self, x: Tensor) -> Tensor:
+        return self._gates(x)[0] * x  # the gate is one number for each x
+
+    def forward(self, x: Tensor) -> Tensor:
+        personal_gate, other_gate = self._gates(x)
         y: Tensor = self.base(x)
         added: Tensor = personal_gate * self._heads().apply(
             x

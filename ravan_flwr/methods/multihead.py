@@ -81,7 +81,7 @@ def score_heads(
             def add_gradient(
                 x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
             ) -> None:
-                full = gy.T @ x  # (out, in)
+                full = gy.T @ layer.head_inputs(x)  # (out, in)
                 gradients[at] += layer.B.mT @ full @ layer.A.mT
 
             stack.enter_context(watch_gradients(layer, add_gradient))

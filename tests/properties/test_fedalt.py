@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ravan_flwr import result_of
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.multihead import score_heads
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
@@ -72,6 +73,29 @@ def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, fr
                 torch.testing.assert_close(
                     adapter.H.detach().double(), products(own)[place], atol=1e-6, rtol=0
                 )
+
+
+@given(st.integers(0, 99))
+def test_heads_are_scored_by_the_gradient_that_passes_the_gate(seed):
+    method, adapters = build("fedalt")
+    state = method.initial_state(adapters)
+    own = train(method, adapters, state, seed, None)[1]
+    own["gate"].mul_(30)  # so that each token has a gate of its own
+    method.load(adapters, state)
+    method.personal.put(adapters, own)
+    random = generator(seed, "inputs")
+    inputs = [torch.randn(7, layer.in_features, generator=random) for layer in LAYERS]
+
+    def backward(*_):
+        pairs = zip(adapters, inputs, strict=True)
+        sum(adapter(x).square().sum() for adapter, x in pairs).backward()
+
+    scores = score_heads("gradient", adapters, random, backward)
+    for adapter in adapters:
+        adapter.zero_grad()
+    backward()
+    expected = torch.stack([adapter.H.grad.norm(dim=(1, 2)) for adapter in adapters])
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 @given(st.integers(0, 99))
