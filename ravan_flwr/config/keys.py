@@ -200,7 +200,7 @@ class Config:
             "first-round": (),
         })
     calibration_learning_rate: float = auto_key("learning rate of a calibration round that "
-        "trains pretrained weights; auto: the preset's for method full, or learning-rate",
+        "trains pretrained weights; auto: the preset's for method full, or 0.0001",
         above=0, high=10)
     scaling: str = key("trained", "train the scale of each head, or keep it at 1",
         choices=("trained", "constant"))
