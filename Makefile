@@ -12,7 +12,7 @@ help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      the fast tests, in some ten minutes on two cores; WORKERS=0 in one process"
-	@echo "make test-all  all tests, in three quarters of an hour: what CI runs"
+	@echo "make test-all  all tests, in three quarters of an hour"
 	@echo "make mutants   changes of eleven modules, and of the flags of methods, that no test notices; about two hours"
 	@echo "make quick     the tests of single parts and of the properties"
 	@echo "make e2e       only the tests of a deployment: SuperLink, reverse proxy (needs nginx), SuperNodes, signals"

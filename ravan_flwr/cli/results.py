@@ -20,13 +20,13 @@ _MODEL = option("--model", type=Path, metavar="FOLDER",
 def add(commands: Commands) -> None:
     """Add `report`, `evaluate`, `predict` and `export`."""
     add_command(commands, "report", _report,
-        "write a page of one run, or of several; or show a run in progress in a browser",
+        "write a page of one run, or of several",
         option("runs", nargs="+", type=Path, metavar="RUN", help="a run directory"),
         option("--output", type=Path,
             help="folder (default: report/ in the run, or here for several)"),
         option("--spectrum", action="store_true",
             help="add singular values and effective ranks of the runs' delta-weights"),
-        note="A run that is in progress: tracking=tensorboard, wandb or mlflow shows it.")
+        note="To watch a run in progress, set tracking=tensorboard, wandb or mlflow.")
     add_command(commands, "evaluate", _evaluate,
         "measure a run's result on labelled examples that it has not seen, class by class",
         RUN, option("--data", required=True, metavar="FOLDER",

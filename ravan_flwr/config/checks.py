@@ -55,6 +55,9 @@ def without_effect(run_config: Values) -> list[str]:
         unused[" with aggregation=sync"] = ("buffer-size", "concurrency", "max-staleness")
     if 1 in (values["batch-size"], values["micro-batch-size"]):
         unused[" with one example at a time"] = ("batching",)
+    optimizer = KEYS["optimizer"].parse("optimizer", str(values["optimizer"]))
+    if optimizer.get("mu") == 0:
+        unused[" of the proximal term without MU, as in optimizer=fedprox:0.01"] = ("optimizer",)
     if method := METHODS.get(str(values["method"])):
         unused[f" with method={values['method']}"] = method.ignored
     lines = []

@@ -155,7 +155,7 @@ class Config:
             Key(AUTO, "end", value_type=float, low=0, high=10), _WARM_UP)})
     optimizer: str = key("adam", "clients' optimiser: Adam, by default without the weight decay of "
         "AdamW and without a norm to which gradients are clipped; FedProx pulls the parameters "
-        "towards the round's start with strength MU as well",
+        "towards the round's start with strength MU as well, 0 if it is left out",
         variants={"adam": _OF_STEP, "fedprox": (_MU, *_OF_STEP)})
     max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
     device: str = auto_key("where to compute; auto: a GPU if there is one",
@@ -200,7 +200,7 @@ class Config:
             "first-round": (),
         })
     calibration_learning_rate: float = auto_key("learning rate of a calibration round that "
-        "trains pretrained weights; auto: the preset's for method full, or learning-rate",
+        "trains pretrained weights; auto: the preset's for method full, or 0.0001",
         above=0, high=10)
     scaling: str = key("trained", "train the scale of each head, or keep it at 1",
         choices=("trained", "constant"))

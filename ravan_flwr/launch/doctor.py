@@ -145,7 +145,18 @@ def _private(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def _check_there(folder: Path, *names: str) -> None:
+    """Raise ValueError for the first file that is missing."""
+    for name in names:
+        if not (folder / name).exists():
+            raise ValueError(
+                f"{folder / name} is not there, expected the whole folder of `ravan-flwr keys`; "
+                "copy the folder again"
+            )
+
+
 def _node_keys(folder: Path) -> str:
+    _check_there(folder, "node.pub", "node.key")
     public = (folder / "node.pub").read_text().split()[:2]
     key = load_ssh_private_key(_private(folder / "node.key"), None).public_key()
     if key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode().split()[:2] != public:
@@ -158,6 +169,7 @@ def _node_keys(folder: Path) -> str:
 def _superlink_keys(folder: Path) -> str:
     """Raise ValueError unless key and certificate are a pair; a connection checks the authority."""
     certificate, key = folder / "superlink.crt", folder / "superlink.key"
+    _check_there(folder, key.name)
     _private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(

@@ -5,6 +5,8 @@ import tomllib
 
 import pytest
 
+import ravan_flwr
+from ravan_flwr import strategies
 from scripts import check_words
 from tests import ROOT
 from tests.support.printed import PAGES, text_of
@@ -103,6 +105,13 @@ def test_files_and_tests_named_in_documents_exist(page):
 )
 def test_deviations_from_a_methods_source_are_documented(place, statement):
     assert statement in (ROOT / place).read_text()
+
+
+def test_the_page_of_the_interface_names_all_public_names():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for package in (ravan_flwr, strategies):
+        (row,) = re.findall(rf"^\| `{package.__name__}` \|(.*)", page, re.MULTILINE)
+        assert sorted(re.findall("`(.*?)`", row)) == sorted(package.__all__)
 
 
 def test_documents_and_comments_use_the_fields_words():

@@ -68,6 +68,14 @@ def test_given_settings_override_the_preset():
     assert isinstance(config.learning_rate, float)
 
 
+def test_the_rate_of_a_calibration_is_that_of_full_fine_tuning(preset):
+    """1e-4 where the preset has none, whatever the rate of the run is."""
+    own = preset("own", **{"learning-rate": {"ravan": 3e-3}})
+    settings = {"preset": own, "method": "fed-sb", "learning-rate": 0.02}
+    assert read_config(settings).calibration_learning_rate == 1e-4
+    assert "for method full, or 0.0001" in KEYS["calibration-learning-rate"].help
+
+
 def test_local_steps_or_local_epochs_set_the_length_of_training(preset):
     def work(**given):
         config = read_config(given)

@@ -40,6 +40,11 @@ OTHERS = [pair for pair in PAIRS if pair[1] not in OF_SETTINGS]
             "with one example at a time: batching=packed",
         ),
         ({"concurrency": 5}, "with aggregation=sync: concurrency=5"),
+        (
+            {"optimizer": "fedprox"},
+            "of the proximal term without MU, as in optimizer=fedprox:0.01: optimizer=fedprox",
+        ),
+        ({"optimizer": "fedprox:0.01"}, ""),
         ({"batching": "packed", "micro-batch-size": 2}, ""),
     ],
 )

@@ -130,6 +130,22 @@ def test_a_wrong_or_encrypted_key_of_a_certificate_is_reported(keys, other):
     assert not doctor._check("keys", doctor._superlink_keys, folder).ok
 
 
+@pytest.mark.parametrize(
+    ("machine", "name", "check"),
+    [
+        ("node-0", "node.key", doctor._node_keys),
+        ("node-0", "node.pub", doctor._node_keys),
+        ("superlink", "superlink.key", doctor._superlink_keys),
+    ],
+)
+def test_a_missing_key_is_reported_with_what_to_do(machine, name, check, keys):
+    (keys / machine / name).unlink()
+    result = doctor._check("keys", check, keys / machine)
+    assert not result.ok
+    assert f"{machine}/{name} is not there" in result.result
+    assert "copy the folder again" in result.result
+
+
 def test_a_certificate_of_another_authority_is_reported(keys, other, capsys, plenty):
     """Both authorities have the same name."""
     folder = keys / "superlink"

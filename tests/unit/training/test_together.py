@@ -1,6 +1,7 @@
 """Several clients in one pass are the same clients one by one."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import parallel_clients
 from ravan_flwr.launch.parallel_clients import clients_per_pass
+from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.methods.base import split_classifier
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
@@ -21,6 +23,7 @@ from ravan_flwr.training.local_steps import ClientWork, TrainingLoop, train_loca
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import OptimizerStep, TrainingSettings
 from ravan_flwr.training.together import reason_for_one_by_one, train_together
+from tests import ROOT
 from tests.short_runs import records_of, run, same_bits
 from tests.support.recorder import Recorder
 
@@ -170,6 +173,19 @@ def test_reasons_to_train_one_by_one(settings, part):
     assert bool(reason) == bool(part)
     loaded.model.network.config.hidden_dropout_prob = 0.1
     assert part or "dropout" in reason_for_one_by_one(loaded.model, loaded.task, steps)
+
+
+def test_the_page_names_the_methods_whose_clients_train_in_one_pass():
+    """A round of `centralised` has one client."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    (named,) = re.findall(r"This works for (.*?), also with a trained classifier", page)
+    steps = TrainingSettings(**STEPS)
+    together = set()
+    for method in ALL_METHODS:
+        loaded = made(method)
+        if not reason_for_one_by_one(loaded.model, loaded.task, steps):
+            together.add(method)
+    assert {*re.findall("`(.*?)`", named)} == together - {"centralised"}
 
 
 def test_a_network_with_a_rate_of_dropout_for_each_stage_trains_one_by_one(tmp_path):
