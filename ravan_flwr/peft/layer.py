@@ -221,7 +221,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         base: Any = self.get_base_layer()
         merged = base.weight
         base.weight, data, state = self._unmerged
-        base.weight.data = data.to(merged)
+        base.weight.data = data.to(merged.device, merged.dtype)
         if state is not None:
             base.state = state
         self._unmerged = []
