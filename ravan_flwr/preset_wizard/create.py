@@ -89,6 +89,7 @@ def preset_text(
         task=task,
         covered=COVERED,
         run=run,
+        default_steps=int(RUN["local-steps"]),
         budgets=LORA_RANK,
     )
 
