@@ -49,7 +49,7 @@ def _check_options(parsed: argparse.Namespace) -> None:
 def _study(parsed: argparse.Namespace) -> None:
     from ravan_flwr.lab.planning import plan_study  # noqa: PLC0415
     from ravan_flwr.lab.running import RunOptions, run_study  # noqa: PLC0415
-    from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
+    from ravan_flwr.runs.console import log, log_to_stdout  # noqa: PLC0415
 
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one as in conf/studies/")
@@ -68,7 +68,12 @@ def _study(parsed: argparse.Namespace) -> None:
         plan_study(parsed.file, folder, run_options, parsed.page, overrides)
         return
     options = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
-    if not run_study(parsed.file, folder, *options, overrides=overrides) and not parsed.tables_only:
+    try:
+        all_done = run_study(parsed.file, folder, *options, overrides=overrides)
+    except KeyboardInterrupt:
+        log.info("finished runs are kept in %s; the same command continues there", folder)
+        raise
+    if not all_done and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 

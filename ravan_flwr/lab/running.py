@@ -149,11 +149,16 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
-            _run(todo, results, options)
+            _run(todo, _names(runs), results, options)
             attempted |= set(todo)
 
 
-def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
+def _run(
+    todo: Sequence[PlannedRun],
+    names: Mapping[PlannedRun, str],
+    results: Results,
+    options: RunOptions,
+) -> None:
     """Run these runs, and log after each round and run the estimated time left."""
     environment = options.environment()
     gpu_slots: SimpleQueue[dict[str, str]] = SimpleQueue()
@@ -176,7 +181,6 @@ def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> N
                 "%d/%d  left %s  %s: %s", todo.index(run) + 1, len(todo), left, names[run], match[1]
             )
 
-    names = _names(todo)
     children, pool = Children(), ThreadPoolExecutor(options.jobs)
     clock = _Clock(todo, options.jobs)
     try:

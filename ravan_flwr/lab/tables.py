@@ -32,7 +32,7 @@ from ravan_flwr.tasks import MACRO_F1, TIME, is_fraction
 
 # Each sentence explains what has its mark in the text.
 LEGEND = {
-    "": "Numbers are means over the seeds, each with half of its 95 % interval (Student's t).",
+    " ± ": "Numbers are means over the seeds, each with half of its 95 % interval (Student's t).",
     "| to ": "Differences are paired by seed.",
     "**": "Bold: the best row that competes, and those not significantly different from it; "
     "with fewer than three seeds, the best mean alone.",
@@ -94,6 +94,8 @@ def markdown(
 def _legend(text: str) -> str:
     """Return the sentences that explain the tables of a text."""
     sentences = [sentence for mark, sentence in LEGEND.items() if mark in text]
+    if " ± " not in text:
+        sentences.insert(0, "Numbers are means over the seeds.")
     if "| learning rate |" in text and "| as good |" not in text:
         sentences.append(NOT_CHOSEN)
     return " ".join(sentences)

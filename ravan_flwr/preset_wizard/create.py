@@ -1,5 +1,6 @@
 """Create a preset for the user's own task, and report what was found."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,8 @@ def new_preset(
     Preset.read(path, yaml.safe_load(text))  # as a run does
     write_atomically(path, text.encode())
     yield f"wrote  {path}"
-    yield f"next   ravan-flwr plan preset={short}"
+    yield "next   plan prints a run's time; tune takes nine such runs or more, and is optional:"
+    yield f"       ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
     yield f"       ravan-flwr simulate preset={short}"
 
@@ -73,6 +75,9 @@ def preset_text(
     else:
         run["num-clients"] = min(max_clients, len(data.train))
         run["clients-per-round"] = min(int(RUN["clients-per-round"]), len(data.train))
+    # Few examples need fewer steps: about five passes of an average client over its own.
+    batches = len(data.train) / (int(run["num-clients"]) * int(run["batch-size"]))
+    run["local-steps"] = min(int(run["local-steps"]), max(10, math.ceil(5 * batches)))
     return fill_template(
         Path(__file__).with_name("preset.yaml.jinja"),
         {"text": _text},
@@ -84,6 +89,7 @@ def preset_text(
         task=task,
         covered=COVERED,
         run=run,
+        default_steps=int(RUN["local-steps"]),
         budgets=LORA_RANK,
     )
 

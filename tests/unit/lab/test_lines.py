@@ -247,6 +247,7 @@ def test_with_one_or_two_seeds_no_row_is_called_better(tmp_path, seeds, beginnin
     assert "Ahead" not in text
     assert "| by seed |" in text
     assert "with fewer than three seeds, the best mean alone" in text
+    assert "95 %" not in text  # interval, of which there is none
 
 
 def test_the_legend_explains_the_columns_that_the_tables_have(tmp_path, random_values):

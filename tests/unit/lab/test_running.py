@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ravan_flwr.cli import main
 from ravan_flwr.lab.choosing import candidates
 from ravan_flwr.lab.planning import plan_study
 from ravan_flwr.lab.results import Results
@@ -100,6 +101,32 @@ LINES = [
     "round  2/2  train loss 0.0890  accuracy 0.8412  up 76.5 kB  down 76.5 kB  2.0 s  left 0 s",
     "done: accuracy 0.8412 (best 0.8412) after 2 rounds in 12 s",
 ]
+
+
+def test_a_continued_study_still_names_the_method_of_its_last_row(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(PlannedRun, "command", lambda *_: ["false"])
+    caplog.set_level("INFO")
+    study = of_one_table(tmp_path, {"ravan": {}, "fedit": {"method": "fedit"}})
+    results = Results(tmp_path)
+    for run in study.tables[0].rows["ravan"].runs():
+        results.add(run, result(0.5))
+    run_missing(study, results, RunOptions())
+    ended = [line for line in caplog.messages if line[:4] in ("1/2 ", "2/2 ")]
+    assert len(ended) == 2
+    assert all("  method=fedit seed=" in line for line in ended)
+
+
+def test_an_interrupted_study_says_that_it_can_be_continued(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ravan_flwr.lab.running.run_missing", interrupted)
+    path = written(tmp_path, tables=[{"title": "T", "rows": {"ravan": {}}}])
+    with pytest.raises(SystemExit) as end:
+        main(["study", str(path), "--output", str(tmp_path / "out")])
+    assert end.value.code == 130
+    output = capsys.readouterr().out
+    assert f"finished runs are kept in {tmp_path / 'out'}; the same command continues" in output
 
 
 def test_each_round_is_logged_with_the_time_left_of_all_runs(tmp_path, monkeypatch, caplog):

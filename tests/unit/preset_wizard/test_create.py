@@ -193,6 +193,22 @@ def test_few_examples_give_few_clients(new, bert, tmp_path):
     assert config.num_clients == 6
 
 
+@pytest.mark.parametrize(
+    ("examples", "clients", "expected"),
+    [
+        (38, 2, 10),  # 15 examples a client after the test: a few steps at least
+        (1000, 5, 25),  # five passes over 160 examples in steps of 32
+        (4000, 5, 50),  # the default, of more examples
+    ],
+)
+def test_few_examples_give_short_rounds(examples, clients, expected, new, bert, tmp_path):
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(examples)]
+    folder = as_lines(tmp_path / "data", rows)
+    output, config = new("few", folder, bert, "--clients", str(clients))
+    assert (config.batch_size, config.local_steps) == (32, expected)
+    assert "tune takes nine such runs or more" in output
+
+
 def test_columns_can_be_named(new, bert, tmp_path):
     rows = [{"a": f"text {n}", "b": f"more {n}", "k": n % 2, "l": n % 3} for n in range(60)]
     folder = as_lines(tmp_path / "data", rows)
