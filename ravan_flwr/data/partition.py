@@ -306,9 +306,9 @@ def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndar
         if parts is not None:
             return parts
     raise ValueError(
-        f"partition = 'dirichlet:{alpha:g}': one of {clients} clients got fewer than {min_size} of "
-        f"{len(values)} examples in each of {SEEDS * DRAWS} draws; raise alpha, use fewer "
-        "clients, or partition=dirichlet-by-client"
+        f"partition = 'dirichlet:{alpha:g}': {clients} clients got fewer than {min_size} of "
+        f"{len(values)} examples, one of them at least, in each of {SEEDS * DRAWS} draws; raise "
+        "alpha, use fewer clients, or partition=dirichlet-by-client"
     )
 
 

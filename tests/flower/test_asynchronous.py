@@ -32,18 +32,21 @@ def started(deployment):
     return deployment
 
 
-def start_run(deployment, settings):
-    """Start a run; return it when each node has a training message of it, as the nodes' logs say.
+def trains(deployment, run, number):
+    """Return whether a node has a training message of the run, as its own log says.
 
     On a busy machine that takes minutes, and `flwr run --stream` can end before the run does.
     """
+    return f"[RUN {run.id}, ROUND " in deployment.log(f"node-{number}")
+
+
+def start_run(deployment, settings):
     run = deployment.run(settings)
-
-    def all_train():
-        logs = (deployment.log(f"node-{number}") for number in range(NODES))
-        return all(f"[RUN {run.id}, ROUND " in log for log in logs)
-
-    run.wait_for(all_train, "the nodes to train", ROUNDS_TIMEOUT)
+    run.wait_for(
+        lambda: all(trains(deployment, run, number) for number in range(NODES)),
+        "the nodes to train",
+        ROUNDS_TIMEOUT,
+    )
     return run
 
 
@@ -90,6 +93,7 @@ def interrupted_runs(started):
     stopped_at = load_checkpoint(run.directory / "checkpoints").round  # or logged one more
     settings = f"num-rounds={stopped_at + 5} {settings}"
     resumed = started.run(f"{settings} resume='{run.directory}'")
+    resumed.wait_for(lambda: trains(started, resumed, DOUBLING), "node 1 to train", ROUNDS_TIMEOUT)
     resumed.wait_for(
         lambda: len(run.rounds) > stopped_at, "a version after resuming", ROUNDS_TIMEOUT
     )

@@ -130,7 +130,7 @@ def test_the_mean_over_seeds_decides_and_rates_within_noise_are_marked(tmp_path)
     text = markdown(study, results)
     assert "| 0.003 | 0.01 | 9 |" in text
     assert "| 51.0 ± 2.5 | **82.0 ± 5.0** | *80.0 ± 32.9* | 9 |" in text
-    assert "*As good* are rates not significantly different from it" in text
+    assert "*As good*: rates not significantly different from the chosen one" in text
     assert "No learning rate was chosen by results" not in text
     lines = rates_as_csv(study, results).splitlines()
     assert len(lines) == 1 + 2 * 9
@@ -197,6 +197,7 @@ def test_a_table_may_choose_another_key_for_a_later_table(tmp_path):
     of_set = [line for line in text.splitlines() if line.startswith("| set |")]
     assert [" | 0.01 | - | - | - |" in line for line in of_set] == [False, True, True]  # overview
     assert "Clip norms, by what they reached on validation splits:" in text
+    assert "in a table of rates they are in italics" in text
     assert "The clip norms were chosen for *T*" in text
     assert "T,fedit,clip-norm,0.3,100,accuracy," in rates_as_csv(study, results)
 

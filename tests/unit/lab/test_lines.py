@@ -10,7 +10,7 @@ from scipy import stats
 from ravan_flwr.lab.choosing import table_runs
 from ravan_flwr.lab.lines import compare_rows, sentence
 from ravan_flwr.lab.results import Results
-from ravan_flwr.lab.tables import markdown, rows_as_csv
+from ravan_flwr.lab.tables import _legend, markdown, rows_as_csv
 from tests.studies import ends, fill, found
 from tests.unit.lab import written
 
@@ -258,6 +258,8 @@ def test_the_legend_explains_the_columns_that_the_tables_have(tmp_path, random_v
         assert explained in planned
         assert explained not in one_seed
     assert "*As good*" not in planned  # no rate is chosen
+    for text, paired in (("| from T |", True), ("| of T |", False)):
+        assert ("Differences are paired by seed." in _legend(text)) == paired
     assert "*Up*, *down*, *client s*: all clients" in planned
 
 
