@@ -32,7 +32,8 @@ from ravan_flwr.tasks import MACRO_F1, TIME, is_fraction
 
 # Each sentence explains what has its mark, a regular expression, in the text.
 LEGEND = {
-    " ± ": "Numbers are means over the seeds, each with half of its 95 % interval (Student's t).",
+    "": "Numbers are means over the seeds.",
+    " ± ": "After ± is half of the 95 % interval (Student's t).",
     r"\| (to|from) ": "Differences are paired by seed.",
     r"\*\*": "Bold: the best row that competes, and those not significantly different from it; "
     "with fewer than three seeds, the best mean alone.",
@@ -41,7 +42,7 @@ LEGEND = {
     "×": "*3×*: three seeds took it.",
     r"\| as good \||what they reached ": "*As good*: rates not significantly different from the "
     "chosen one; in a table of rates they are in italics. *Runs*: those of the choice.",
-    r"p, Holm": "*p, Holm*: of a paired t-test, corrected for the number of planned contrasts.",
+    "p, Holm": "*p, Holm*: of a paired t-test, corrected for the number of planned contrasts.",
     r"\| up \|": "*Up*, *down*, *client s*: all clients, a run.",
 }
 NOT_CHOSEN = "No learning rate was chosen by results: each is a setting, or the method's default."
@@ -94,8 +95,6 @@ def markdown(
 def _legend(text: str) -> str:
     """Return the sentences that explain the tables of a text."""
     sentences = [sentence for mark, sentence in LEGEND.items() if re.search(mark, text)]
-    if " ± " not in text:
-        sentences.insert(0, "Numbers are means over the seeds.")
     if "| learning rate |" in text and "| as good |" not in text:
         sentences.append(NOT_CHOSEN)
     return " ".join(sentences)
